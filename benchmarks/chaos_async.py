@@ -1,7 +1,7 @@
 """Whatever is killed or hangs, does an asynchronous run end soon, by name, with nothing left, and resume afterwards?
 
 Each trial is a real `sparring train finetune rollout.mode=async` on CartPole-v1 (4 robots, two worker processes) that
-learns until something happens to it, at a random moment: a worker of the env, the collecting process or (with
+learns until something happens to it, at a random moment: a worker of the env, the actor process or (with
 `--gpus 2`) a learner rank is killed or stopped (SIGKILL, SIGSTOP: a stopped process hangs), or the policy raises or
 hangs while it decides. `rollout.watchdog_s` is 2. Of each trial are kept the seconds from the failure until the command
 has ended. Bad are:
@@ -127,7 +127,7 @@ def collecting(training: Training) -> list[psutil.Process]:
 
 
 # the stage that was at work, or none
-LATE = r"the collecting process failed: (.* has not come to an end|it does nothing|it is stopped)"
+LATE = r"the actor process failed: (.* has not come to an end|it is idle|it is stopped)"
 BAD = ("hang", "silent", "not named", "left", "no resume")
 CASES = {
     "env worker killed": Kind(to_one(workers, signal.SIGKILL), r"WorkerError: worker \d \(.*\) died with exit code -9"),

@@ -1,7 +1,7 @@
 """Whatever an env does, does a run end soon, with a sentence, and with nothing left?
 
 Each fault of tests/doubles/faulty_envs.py (20, and variants of them) strikes in a real `sparring train finetune`: in
-the process that learns (sync), in two worker processes (workers), and in the collecting process (async).
+the process that learns (sync), in two worker processes (workers), and in the actor process (async).
 `rollout.watchdog_s` is 3; what an env does for the first time may take ten times as long. Of each run are kept:
 
 - how it ended: its exit code, and the last line that it printed (if an env ends the process that

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -293,9 +294,15 @@ def _is_whole(checkpoint: Path) -> bool:
     """By its manifest, read here without the library."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        return all(_digest(checkpoint / name) == entry["sha256"] for name, entry in files.items())
+        return all(_matches(checkpoint / name, entry) for name, entry in files.items())
     except (OSError, ValueError, KeyError):
         return False
+
+
+def _matches(file: Path, entry: dict) -> bool:
+    if "sha256" in entry:
+        return _digest(file) == entry["sha256"]
+    return f"{zlib.crc32(file.read_bytes()):08x}" == entry["crc32"]
 
 
 def _digest(file: Path) -> str:

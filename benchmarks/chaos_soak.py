@@ -1,7 +1,7 @@
 """Does a run that does not end need more and more memory, open files or threads?
 
 A real `sparring train finetune` of `reach_d0`, as tiny as it can be, so that an hour holds as many updates,
-checkpoints, evaluations and videos as a day of a real one: in one process (sync), with a collecting process (async),
+checkpoints, evaluations and videos as a day of a real one: in one process (sync), with a actor process (async),
 and in one process with a single arena of malloc. The minutes are shared out over them; a quarter of each, two minutes
 at most, is its warm-up. Every second the resident memory of each of its processes is read. Kept are, of each process
 that lived all the while:

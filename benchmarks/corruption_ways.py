@@ -171,6 +171,7 @@ def special(file: str) -> Iterator[Way]:
     if file.endswith((".jsonl", ".index")):
         yield Way("a torn last line", edit(file, lambda data: data[:-7]))
         yield Way("a torn line", lines(file, lambda rows: rows[:1] + [rows[1][: len(rows[1]) // 2] + b"\n"] + rows[2:]))
+        yield Way("the first line missing", lines(file, lambda rows: rows[1:]))
         yield Way("a line missing", lines(file, lambda rows: rows[:1] + rows[2:]))
         yield Way("the last line missing", lines(file, lambda rows: rows[:-1]))
         yield Way("a line twice", lines(file, lambda rows: rows[:1] + rows))

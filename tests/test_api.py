@@ -177,7 +177,7 @@ def test_the_buffer_vla_is_the_asynchronous_mode_unless_a_mode_is_given(tmp_path
     assert isinstance(trainer.run.phase.collector, RemoteCollector) and trainer.algorithm.off_policy.expected
     saved = load_config(tmp_path / "config.yaml")
     assert (saved.rollout.mode, saved.rollout.staleness, saved.buffer.type) == ("async", 1, "vla")
-    # what the collecting process says from its start on
+    # what the actor process says from its start on
     assert "made robots 0 to" in next((tmp_path / "logs/env").iterdir()).read_text()
     ring = small_trainer(config, buffer_type="vla", mode="sync")
     assert ring.train(64) and isinstance(ring.run.phase.buffer, VLABuffer)

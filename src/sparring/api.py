@@ -96,14 +96,14 @@ class Trainer:
         config = load_config(self.settings | {"training": {"total_timesteps": total_timesteps}}, inherit=False)
         if self.run is None:
             distributed, env = self.algorithm.distributed, self.env
-            # before the collecting process exists, because it also receives that process's output
+            # before the actor process exists, because it also receives that process's output
             run_log = RunLog(config.logging, self.quiet, distributed.rank)
             if config.rollout.mode == "async":
                 env = cast(Env, build_env(config, distributed, env.device))
             phase = Finetune.of(config, env, self.policy, self.algorithm, distributed)
             self.run = Run(config, phase, folder=config.output is not None, quiet=self.quiet, run_log=run_log)
         elif self._closed:
-            raise UserError("this Trainer was closed, and its collecting process has ended; create a new Trainer")
+            raise UserError("this Trainer was closed, and its actor process has ended; create a new Trainer")
         else:
             self.run.extend(config)
         return self.run.run()
@@ -120,7 +120,7 @@ class Trainer:
             env.close()
 
     def close(self) -> None:
-        """End the collecting process of mode="async"; without this call it ends with the program."""
+        """End the actor process of mode="async"; without this call it ends with the program."""
         if self.run is not None and self.run.config.rollout.mode == "async":
             self.run.phase.env.close()
             self._closed = True
@@ -169,7 +169,7 @@ def _section(thing) -> dict:
 
 
 def _check_async(asked: str, policy: Policy, env: Env, algorithm: Any, staleness: int) -> None:
-    """Raise for parts that the collecting process cannot rebuild, or whose stale decisions cannot be corrected."""
+    """Raise for parts that the actor process cannot rebuild, or whose stale decisions cannot be corrected."""
     # an env of another class, such as ImaginedEnv, may have the config of the env that it replaces
     configs = {"env": env.config if type(env) is Env else None, "policy": getattr(policy, "config", None)}
     if configs["env"] is None:

@@ -152,7 +152,7 @@ def test_a_good_env(capsys):
     # 4 robots, 1001 decisions, 5 steps an episode
     assert lines["episodes end"] == ("ok", "800 ended in 1001 decisions of 4 robots")
     assert lines["determinism"] == ("ok", "the same seed gives the same trajectories")
-    assert lines["saved state"] == ("ok", "none; resumed runs start episodes anew")
+    assert lines["saved state"] == ("ok", "none; a resume starts new episodes")
     assert lines["speed"][1].endswith(" env steps/s with 4 robots and random actions")
 
 
@@ -160,7 +160,7 @@ def test_a_good_env(capsys):
 def test_built_in_and_gymnasium_envs(capsys, name):
     assert main(["check", name, "rollout.max_episode_steps=20"]) == 0
     lines = lines_of(capsys)
-    assert failures(lines) == {} and lines["saved state"] == ("ok", "can be put back; runs resume exactly")
+    assert failures(lines) == {} and lines["saved state"] == ("ok", "can be restored; runs resume exactly")
     if name.startswith("sparring/"):
         assert lines["env"] == ("ok", "tabletop: reach_d1")
         assert lines["episodes end"] == ("ok", "4 ended in 21 decisions of 4 robots")
@@ -175,8 +175,8 @@ def test_built_in_and_gymnasium_envs(capsys, name):
         ("WrongShape", "contract", "has shape (4,) but its observation_space says (3,); make the two agree"),
         ("ShrinksLater", "contract", "has shape (1,) but its observation_space says (3,); make the two agree"),
         ("NeverEnds", "episodes end", "0 ended in 1001 decisions of 4 robots; have it return terminated or truncated"),
-        ("NotDeterministic", "determinism", "the same seed gave something else in decision 1; draw all randomness"),
-        ("PaysAtRandom", "determinism", "the same seed gave something else in decision 1; draw all randomness"),
+        ("NotDeterministic", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
+        ("PaysAtRandom", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
         ("Raises", "contract", "ZeroDivisionError: the gripper fell off ("),
         ("TakesText", "contract", "of test_check:TakesText is not supported; expected a Box or a Discrete"),
         ("CannotBeMade", "contract", "FileNotFoundError: no robot.xml here ("),
@@ -191,10 +191,10 @@ def test_a_broken_env(capsys, name, what, said):
 def test_pictures_are_recorded(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("OUTPUT_BASE", str(tmp_path))
     main(["check", "test_check:Draws", "rollout.max_episode_steps=10"])
-    assert lines_of(capsys)["pictures"] == ("ok", str(tmp_path / "check" / "test_check_Draws.png"))
+    assert lines_of(capsys)["images"] == ("ok", str(tmp_path / "check" / "test_check_Draws.png"))
     # nothing stops a run that cannot draw
     assert main(["check", "test_check:CannotDraw", "rollout.max_episode_steps=10"]) == 0
-    assert "render() of test_check:CannotDraw failed: KeyError: 'camera'" in lines_of(capsys)["pictures"][1]
+    assert "render() of test_check:CannotDraw failed: KeyError: 'camera'" in lines_of(capsys)["images"][1]
 
 
 def test_a_time_limit_mends_an_env_that_never_ends(capsys):
@@ -234,11 +234,11 @@ def test_a_broken_policy(capsys, name, said):
 
 
 def test_policies_that_a_name_does_not_make(capsys):
-    for name, words in (("vla", "policy.model_class=package.module:Class"), ("pi0", "policy.model_path=FOLDER")):
+    for name, setting in (("vla", "policy.model_class=package.module:Class"), ("pi0", "policy.model_path=FOLDER")):
         assert main(["check", name, *SMALL]) == 1
         lines = lines_of(capsys)
         assert list(lines) == ["policy"] and lines["policy"][0] == "FAIL"
-        assert f"'{name}' is not made by its name alone; write: sparring check {name} {words}" in lines["policy"][1]
+        assert f"'{name}' needs {setting.split('=')[0]}; write: sparring check {name} {setting}" in lines["policy"][1]
     assert main(["check", "vla", "policy.model_class=doubles_vla:Valueless", *SMALL]) == 1
     wrong = failures(lines_of(capsys))
     assert list(wrong) == ["policy"] and "does not have the interface of a VLA model" in wrong["policy"]

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import pty
 import re
 import shutil
@@ -153,9 +154,9 @@ def test_version(capsys):
         (["completion", "csh"], "argument shell: invalid choice: 'csh'"),
         (["train", "finetune", "--ppo.gama", "1"], "ppo.gama (from command line): unknown key; nearest: ppo.gamma"),
         (["train", "finetune", "--verbose"], "sparring: verbose (from command line): unknown key; "),
-        (["train", "wmm"], "sparring: phase = wmm (from command line): this phase is unknown; one of: finetune"),
-        (["config", "phase4"], "phase = phase4 (from command line): this phase is unknown; one of: "),
-        (["config", "all"], "sparring: phase = all (from command line): this phase is unknown; one of: "),
+        (["train", "wmm"], "sparring: phase = wmm (from command line): unknown phase; expected one of: finetune"),
+        (["config", "phase4"], "phase = phase4 (from command line): unknown phase; expected one of: "),
+        (["config", "all"], "sparring: phase = all (from command line): unknown phase; expected one of: "),
         (["train", "finetuna"], "adversarial, all; did you mean finetune?"),
         (["train", "al"], "adversarial, all; did you mean all?"),
         (["train", "finetune", "--config", "no.yaml"], "sparring: config file 'no.yaml' cannot be read (No such file"),
@@ -317,7 +318,7 @@ def test_an_evaluation_without_pictures_says_why(capsys, run_folder, monkeypatch
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        ([], "'run/eval.json': cannot write there (Is a directory); give --json FILE in a folder that is there"),
+        ([], "'run/eval.json': cannot write there (Is a directory); give --json FILE"),
         (["--json", "x.json", "--videos", "1"], "'run/eval.mp4': cannot write there (Is a directory); leave out"),
         (["--json", "no/x.json"], "'no/x.json': cannot write there (No such file or directory); give --json FILE in"),
     ],
@@ -650,3 +651,39 @@ def test_completion_scripts_parse(capsys, shell):
     assert (code, out) == (0, SCRIPTS[shell])
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=out, text=True, check=True)
+
+
+HEAPS = """
+import ctypes, threading
+import sparring.cli.train as train
+
+def wait(*_):
+    gate = threading.Barrier(4)
+    def work():
+        gate.wait()
+        blocks = [bytearray(2000) for _ in range(1000)]
+        gate.wait()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    libc, text, size = ctypes.CDLL(None), ctypes.c_char_p(), ctypes.c_size_t()
+    libc.open_memstream.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    print(text.value.count(b"<heap nr"))
+    raise SystemExit
+
+train.config_of = wait
+from sparring.cli.main import main
+main(["train", "finetune"])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no arenas")
+@pytest.mark.parametrize(("asked", "heaps"), [(None, 1), ("3", 3)])
+def test_threads_of_a_run_share_one_heap_unless_asked_otherwise(asked, heaps):
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    environment |= {"MALLOC_ARENA_MAX": asked} if asked else {}
+    done = subprocess.run([sys.executable, "-c", HEAPS], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{heaps}\n"), done.stderr

@@ -101,7 +101,7 @@ def test_films_tell_what_was_seen_done_and_paid_and_its_value(policy, steps):
     env = Env(Drawn((3, 5)))
     collect = Collector(env, policy(2), seed=0, chunk=2)
     collect.camera.record_video(2)
-    while len(collect.camera.whole) < 2:
+    while len(collect.camera.complete) < 2:
         collect.collect(RolloutBuffer(steps))
     for video, robot, length in zip(collect.camera.drain(), (0, 1), (3, 5), strict=True):
         assert video.episode.env == robot and video.episode.steps == length

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparring.collect.groups import GroupedCollector
-from sparring.collect.remote.actor import _go_first
+from sparring.collect.remote.actor import _prioritise
 
 GPU = torch.device("cuda:1")
 USUAL = "the usual stream"
@@ -24,15 +24,15 @@ def current(monkeypatch):
 
 
 def test_acting_goes_before_what_has_the_usual_priority(current):
-    _go_first(torch.device("cpu"))
+    _prioritise(torch.device("cpu"))
     assert current() == USUAL
-    _go_first(GPU)
+    _prioritise(GPU)
     # of streams, lower numbers are served first
     assert current() == (GPU, -1)
 
 
 def test_groups_that_simulate_queue_where_the_policy_decides(current):
-    _go_first(GPU)
+    _prioritise(GPU)
     env = SimpleNamespace(device=GPU)
     groups = [SimpleNamespace(policy=None, stopwatch=None) for _ in range(2)]
     threads = GroupedCollector(env, groups).threads

@@ -224,9 +224,9 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
     assert max(behind) >= 1
     written = all_lines(tmp_path)
     assert not unexplained(written[-1])
-    # what the collecting process says is kept, also what it said before there was a folder
+    # what the actor process says is kept, also what it said before there was a folder
     said = next(tmp_path.glob("logs/env/env_*.log")).read_text()
-    assert "collecting process: DEBUG made robots 0 to 3 of 4: doubles_failing:Failing" in said
+    assert "actor process: DEBUG made robots 0 to 3 of 4: doubles_failing:Failing" in said
     assert [row["perf/staleness"] for row in written] == behind
     assert all(row[f"perf/behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
     names = ("queue_depth", "actor_idle", "actor_wait_seconds", "simulate_seconds", "infer_seconds")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in the collecting process ends the run soon, with a reason, a checkpoint and nothing left."""
+"""Whatever goes wrong in the actor process ends the run soon, with a reason, a checkpoint and nothing left."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_killed(tmp_path, repetition):
     # at another moment of its rollouts each time
     error, seconds = fails_in_update_3(tmp_path, lambda *a: (time.sleep(0.003 * repetition), kill(*a)))
     assert str(error).startswith(
-        "the collecting process failed: it died with exit code -9; killed, by hand or by the system"
+        "the actor process failed: it died with exit code -9; killed, by hand or by the system"
     )
     assert seconds < SOON
     assert checkpoints(tmp_path / "run")
@@ -100,10 +100,8 @@ def test_killed(tmp_path, repetition):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_an_exception_in_the_env(tmp_path, groups):
     error, seconds = fails_in_update_3(tmp_path, say("raise"), groups=groups)
-    assert str(error).startswith(
-        "the collecting process failed: simulating (a step of the env): ZeroDivisionError: the"
-    )
-    assert "Traceback of the collecting process:" in str(error) and "doubles_failing.py" in str(error)
+    assert str(error).startswith("the actor process failed: simulating (a step of the env): ZeroDivisionError: the")
+    assert "Traceback of the actor process:" in str(error) and "doubles_failing.py" in str(error)
     assert seconds < SOON
     assert_it_goes_on(tmp_path, groups=groups)
 
@@ -111,7 +109,7 @@ def test_an_exception_in_the_env(tmp_path, groups):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_hang_of_the_env(tmp_path, groups):
     error, seconds = fails_in_update_3(tmp_path, say("hang"), groups=groups, watchdog_s=1.5)
-    assert str(error).startswith("the collecting process failed: simulating (a step of the env) has not come to an end")
+    assert str(error).startswith("the actor process failed: simulating (a step of the env) has not come to an end")
     assert seconds < SOON
     assert_it_goes_on(tmp_path, groups=groups)
 
@@ -125,7 +123,7 @@ def test_a_stop_while_it_waits_for_weights(tmp_path):
         os.kill(int((folder / "word.pid").read_text()), signal.SIGSTOP)
 
     error, seconds = fails_in_update_3(tmp_path, stop, watchdog_s=1.5)
-    assert str(error).startswith("the collecting process failed: it is stopped, by a signal (SIGSTOP), for 1.5 seconds")
+    assert str(error).startswith("the actor process failed: it is stopped by a signal (SIGSTOP) for 1.5 seconds")
     assert seconds < SOON
     assert_it_goes_on(tmp_path)
 
@@ -193,7 +191,7 @@ def test_a_stop_before_it_goes_on(tmp_path):
     os.kill(actor.child.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     # the state of cameras is of megabytes, more than a pipe holds
-    with pytest.raises(StageFailed, match=r"it is stopped, by a signal \(SIGSTOP\), for 2 seconds"):
+    with pytest.raises(StageFailed, match=r"it is stopped by a signal \(SIGSTOP\) for 2 seconds"):
         actor.call("load_state_dict", {"picture": bytes(8_000_000)})
     assert time.monotonic() - began < SOON and actor.child.process.returncode is not None
 
@@ -277,7 +275,7 @@ def test_a_class_of_the_script_itself_is_refused(tmp_path, monkeypatch, key, min
     kinds = {"env.name": ENVS, "policy.name": POLICIES, "algorithm": ALGORITHMS}
     monkeypatch.setattr(sys.modules["__main__"], "Mine", resolve(mine, kinds[key], key), raising=False)
     settings = {"env.name": SMALL["env"]["name"], "rollout": ROLLOUT | {"mode": "async"}, "output": str(tmp_path)}
-    said = f"{key}='__main__:Mine' is defined .*, which the collecting process cannot import; move the class to a mod"
+    said = f"{key}='__main__:Mine' is defined .*, which the actor process cannot import; move the class to a mod"
     with pytest.raises(UserError, match=said):
         Run(load_config(settings | {key: "__main__:Mine"}))
 
@@ -301,7 +299,7 @@ CHILD = textwrap.dedent("""
 
 
 def learning(folder) -> tuple[subprocess.Popen, int]:
-    """A learner that has made 3 updates, and the number of its collecting process."""
+    """A learner that has made 3 updates, and the number of its actor process."""
     path = os.pathsep.join(sys.path)
     words = [sys.executable, "-c", CHILD, json.dumps(settings_in(folder))]
     learner = subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})

@@ -21,37 +21,37 @@ def same(one: dict, other: dict) -> bool:
 
 def test_what_arrives_is_what_was_sent_and_the_pipe_carries_none_of_it(tmp_path):
     slots = TensorSlots(2, tmp_path)
-    sent = [slots.take_out(message(number), number) for number in (4, 5)]
+    sent = [slots.extract(message(number), number) for number in (4, 5)]
     assert sent[0]["groups"][0]["root"]["image"] == _InSlot(("groups", "0", "root", "image"))
     assert len(pickle.dumps(sent[0])) < 2000
     shared = SharedMemory.attach(slots.shared.handle)
-    assert all(same(TensorSlots.put_back(told, shared, told["version"]), message(told["version"])) for told in sent)
+    assert all(same(TensorSlots.restore(told, shared, told["version"]), message(told["version"])) for told in sent)
     # nothing is left on the disk
     assert not list(tmp_path.iterdir())
 
 
 def test_a_slot_is_written_again_without_changing_what_was_received(tmp_path):
     slots = TensorSlots(2, tmp_path)
-    got = TensorSlots.put_back(slots.take_out(message(0), 0), slots.shared, 0)
-    slots.take_out(message(1), 1)
-    slots.take_out(message(2), 2)
+    got = TensorSlots.restore(slots.extract(message(0), 0), slots.shared, 0)
+    slots.extract(message(1), 1)
+    slots.extract(message(2), 2)
     assert same(got, message(0))
 
 
 def test_what_does_not_fit_stays_in_its_message(tmp_path):
     slots = TensorSlots(1, tmp_path)
-    slots.take_out(message(0), 0)
-    longer = slots.take_out(message(1, LARGE + 1), 1)
+    slots.extract(message(0), 0)
+    longer = slots.extract(message(1, LARGE + 1), 1)
     assert same(longer, message(1, LARGE + 1))
-    assert same(TensorSlots.put_back(longer, slots.shared, 1), message(1, LARGE + 1))
+    assert same(TensorSlots.restore(longer, slots.shared, 1), message(1, LARGE + 1))
     new = {"other": torch.zeros(LARGE)}
-    assert slots.take_out(new, 2)["other"] is new["other"]
+    assert slots.extract(new, 2)["other"] is new["other"]
 
 
 def test_where_the_first_message_has_nothing_large_all_stays_in_messages(tmp_path):
     # the receiver is told with the first one where large tensors lie
     slots = TensorSlots(1, tmp_path)
     small = {"version": 3}
-    assert slots.take_out(small, 0) == small
-    assert same(slots.take_out(message(1), 1), message(1)) and slots.shared is None
-    assert same(TensorSlots.put_back(message(1), None, 1), message(1))
+    assert slots.extract(small, 0) == small
+    assert same(slots.extract(message(1), 1), message(1)) and slots.shared is None
+    assert same(TensorSlots.restore(message(1), None, 1), message(1))

@@ -406,7 +406,7 @@ def test_what_cannot_be_had_is_refused_with_a_sentence(tmp_path, text):
         ("", "config file 'FILE' is empty; expected the settings to import"),
         ("- 1\n", "config file 'FILE' line 1: expected keys with values at the top level"),
         ("a: [1,\n", "config file 'FILE' line 2: not valid YAML or JSON"),
-        ("phase: 7\n", "phase = 7: this phase is unknown; one of: finetune, "),
+        ("phase: 7\n", "phase = 7: unknown phase; expected one of: finetune, "),
         ("trainer: {buffer_typ: vla}", "trainer.buffer_typ (from f.yaml line 1): unknown key; nearest: buffer.type"),
         ("training: {num_episodes: x}", "training.num_episodes = x (from f.yaml line 1): expected an integer > 0"),
     ],

@@ -327,8 +327,8 @@ MISTAKES = {
     ),
     "env.task=reach_d7": "env.task = reach_d7 (..): env.task='reach_d7' is no tabletop task; did you mean 'reach_d",
     "env.task=[]": "env.task = [] (..): expected at least one of: reach_d0, ",
-    "phase=phase9": "phase = phase9 (..): this phase is unknown; one of: finetune",
-    "phase=wmm": "phase = wmm (..): this phase is unknown; one of: finetune",
+    "phase=phase9": "phase = phase9 (..): unknown phase; expected one of: finetune",
+    "phase=wmm": "phase = wmm (..): unknown phase; expected one of: finetune",
     "device=gpu": "device = gpu (..): expected auto, cpu, cuda or cuda:<index>",
     "env.name=no.such:Env": (
         "env.name = 'no.such:Env' (..): env 'no.such:Env': no module 'no'; is it in this folder or on PYTHONPATH?"

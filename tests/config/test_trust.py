@@ -216,7 +216,7 @@ def test_python_asks_for_trust_in_its_own_words(hostile, what):
     with pytest.raises(UserError) as caught:
         load_policy(folder, trust=True)
     assert not isinstance(caught.value, TrustError) and mark.exists()
-    with pytest.raises(UserError, match="has no world model"):
+    with pytest.raises(UserError, match="no world model"):
         load_world_model(folder)
 
 

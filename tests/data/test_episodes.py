@@ -360,7 +360,7 @@ def another_column(folder):
         (a_link, "segment-000001.index' is not a regular file"),
         (a_folder, "meta.json' is not a regular file"),
         (renamed, "begins with episode 0, but the segment before it ends with "),
-        (a_line_twice, "of its . episodes are whole"),
+        (a_line_twice, "index': line . does not follow the one before: some are missing or moved"),
         (another_column, "its checksum is not that of its columns"),
     ],
 )
@@ -370,6 +370,62 @@ def test_files_that_are_not_what_was_written_are_refused(tmp_path, damage, said)
     for options in ({}, {"read_only": True}):
         with pytest.raises(UserError, match=said):
             EpisodeStore(tmp_path, **options)
+
+
+LINES = {
+    "removed": lambda lines, k: lines[:k] + lines[k + 1 :],
+    "twice": lambda lines, k: lines[: k + 1] + lines[k:],
+    "moved to the end": lambda lines, k: [*lines[:k], *lines[k + 1 :], lines[k]],
+    "moved to the start": lambda lines, k: [lines[k], *lines[:k], *lines[k + 1 :]],
+}
+
+
+@pytest.mark.parametrize("way", LINES)
+@pytest.mark.parametrize("line", [0, 1, 2])
+@pytest.mark.parametrize("segment", [0, 1, 2])
+def test_no_line_is_removed_doubled_or_moved_without_a_message(tmp_path, said, segment, line, way):
+    """Three segments of three episodes: refused, but for a last line that a crash may have torn, which is reported."""
+    store = filled(tmp_path, (3,) * 3)
+    segment_bytes = store.bytes()
+    store.close()
+    shutil.rmtree(tmp_path)
+    filled(tmp_path, (3,) * 9, segment_bytes=segment_bytes).close()
+    index = tmp_path / f"segment-00000{segment}.index"
+    lines = index.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3 and len(list(tmp_path.glob("*.index"))) == 3
+    changed = LINES[way](lines, line)
+    index.write_bytes(b"".join(changed))
+    if changed == lines:
+        return
+    before = contents(tmp_path)
+    may_be_torn = (segment, line, way) == (2, 2, "removed")
+    for options in ({"read_only": True}, {}):
+        said.clear()
+        if may_be_torn:
+            found = EpisodeStore(tmp_path, **options)
+            assert_holds(found, [(n, 3) for n in range(8)])
+            found.close()
+            (record,) = said.records
+            assert record.levelname == "WARNING" and re.search("3 steps (lost|of an episode)", record.getMessage())
+            continue
+        wanted = "does not follow|more lie behind them in the data"
+        with pytest.raises(UserError, match=f"segment-00000{segment}.index': .*({wanted}).*repair=True"):
+            EpisodeStore(tmp_path, **options)
+        assert contents(tmp_path) == before
+    if may_be_torn:
+        return
+    whole = [(n, 3) for n in range(9) if way != "removed" or n != 3 * segment + line]
+    EpisodeStore(tmp_path, repair=True).close()
+    assert_holds(EpisodeStore(tmp_path, read_only=True), whole)
+    # a second repair finds nothing, and what the first has kept cannot be removed either
+    before = contents(tmp_path)
+    EpisodeStore(tmp_path, repair=True).close()
+    assert contents(tmp_path) == before
+    kept = index.read_bytes().splitlines(keepends=True)
+    for gone in range(len(kept) - (segment == 2)):
+        index.write_bytes(b"".join(kept[:gone] + kept[gone + 1 :]))
+        with pytest.raises(UserError, match=wanted):
+            EpisodeStore(tmp_path)
 
 
 def test_a_segment_that_is_gone_is_told(tmp_path, said):

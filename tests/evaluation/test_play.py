@@ -29,7 +29,7 @@ def test_wilson_intervals(successes, episodes, low, high):
 
 def test_wilson_refuses_what_is_no_rate():
     for successes, episodes in ((1, 0), (3, 2), (-1, 2)):
-        with pytest.raises(ValueError, match="not a rate"):
+        with pytest.raises(ValueError, match="expected episodes >= 1"):
             wilson(successes, episodes)
 
 

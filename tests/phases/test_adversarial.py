@@ -389,5 +389,5 @@ def test_a_teacher_without_an_episode(runs, tmp_path):
     shutil.copytree(runs, tmp_path / "runs")
     for path in (tmp_path / "runs/teacher_rl/episodes").glob("segment-*"):
         path.unlink()
-    with pytest.raises(UserError, match="there are no episodes in .*episodes'; train the world model again"):
+    with pytest.raises(UserError, match="no episodes in .*episodes'; train the world model again"):
         run_of(tmp_path / "runs", tmp_path / "run")

@@ -87,7 +87,7 @@ def test_stale_values_of_the_first_update_are_raised_with_the_critic(tmp_path):
         return estimate(rollout)
 
     algorithm.expect_stale()
-    run.phase.pay, algorithm._with_advantages = collected_by_the_first_weights, look
+    run.phase.add_rewards, algorithm._with_advantages = collected_by_the_first_weights, look
     run.phase.step(0.0)
     ((stored, proximal, level),) = judged
     assert level > 1 and abs(stored - level) < 0.5 and abs(proximal - level) < 0.5

@@ -25,7 +25,7 @@ from sparring.demos.record import record
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import make_env
 from sparring.errors import UserError
-from sparring.phases.imitate import _open as open_dataset
+from sparring.phases.imitate import _open_dataset as open_dataset
 from sparring.phases.imitate import _shifted as shifted
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig, FlowConfig
@@ -425,8 +425,8 @@ def test_it_says_what_it_imitates_from_and_soon_how_long_that_takes(
     # after a second of gradient steps, once
     after = 2 if demos == "seen" else 5
     said = [f"imitating from {shown}: about {long} for 4 updates on this machine"]
-    instead = "without images" if demos == "seen" else "not from the robot's state alone"
-    said.append(f"{instead}, from the poses of objects: env.object_state=state env.cameras=[]")
+    how = "instead of images" if demos == "seen" else "in addition to the robot's state"
+    said.append(f"to imitate from the poses of objects {how}: env.object_state=state env.cameras=[]")
     assert told == [(after, text) for text in said]
 
 
@@ -577,14 +577,14 @@ def test_padding_does_not_hide_that_states_are_of_other_things(tmp_path, recorde
     if said is None:
         run_to_the_end(config)
         return
-    with pytest.raises(UserError, match=f"is not what is asked for; .*\n{said}"):
+    with pytest.raises(UserError, match=f"\n{said}"):
         Run(config)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_policy_that_cannot_imitate_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.delattr(ActorCritic, "imitation_loss")
-    with pytest.raises(UserError, match="ActorCritic cannot imitate"):
+    with pytest.raises(UserError, match="ActorCritic .*imitation_loss"):
         Run(load_config(settings(folder / "state", tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 

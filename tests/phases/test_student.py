@@ -120,7 +120,7 @@ def test_an_update_tells_of_pay_and_contact(teacher, tmp_path):
     # explore pays nothing of its own; the first rollout is by definition the usual, but it is not all alike
     assert phase.buffer.rollout()["next", "reward"].std() > 0.1
     assert phase.step(0.0)["episode_reward"] != 0
-    assert "paid for memory_divergence, prediction_error, disagreement" in phase.learns_from
+    assert "with rewards memory_divergence, prediction_error, disagreement" in phase.learns_from
 
 
 def test_it_shows_what_the_world_model_predicts_of_the_newest_whole_episode(teacher, tmp_path):
@@ -131,11 +131,11 @@ def test_it_shows_what_the_world_model_predicts_of_the_newest_whole_episode(teac
     )
     run = run_of(teacher, folder, *options, "logging.video_share=1")
     phase = run.phase
-    assert phase.pictures() is None
+    assert phase.newest_prediction() is None
     phase.step(0.0)
-    assert phase.pictures() is None, "the first episode goes on"
+    assert phase.newest_prediction() is None, "the first episode goes on"
     phase.step(0.0)
-    shown = phase.pictures()
+    shown = phase.newest_prediction()
     assert set(shown.true) == {"head", "wrist"} and shown.rate == phase.env.spec.control_hz / 3
     for camera, true in shown.true.items():
         assert true.shape == (6, 32, 32, 3)
@@ -165,7 +165,7 @@ def test_the_newest_episode_is_whole_whatever_the_rollouts_are():
     # the end of one that began before; one over three rollouts; two in one; one that is broken off
     for steps in [(7, -8, 0), (1, 2), (-3, 0), (-1, 0, -2, 0), (0, 1), (-4,)]:
         newest.add(rollout(*steps))
-        found.append(newest.whole["action"].tolist() if newest.whole is not None else None)
+        found.append(newest.complete["action"].tolist() if newest.complete is not None else None)
     assert found == [None, None, [0, 1, 2, 3], [0, 2], [0, 2], [0, 1, 4]]
 
 
@@ -269,11 +269,11 @@ def test_nor_is_a_policy_that_sees_no_camera(tmp_path, capsys):
 
 
 def test_a_camera_that_the_env_does_not_show(teacher, tmp_path):
-    with pytest.raises(UserError, match=r"student.cameras=\['left_wrist'\], but the env shows head, wrist"):
+    with pytest.raises(UserError, match=r"student.cameras=\['left_wrist'\], but the env has head, wrist"):
         run_of(teacher, tmp_path, "student.cameras=left_wrist")
 
 
 def test_a_teacher_that_only_knows_tokens_so_far_is_refused(teacher, tmp_path, monkeypatch):
     monkeypatch.setattr("sparring.world_models.world_model.WorldModel.ready", False)
-    with pytest.raises(UserError, match="still learning its tokens and foretells nothing yet; train it further"):
+    with pytest.raises(UserError, match="tokenizer .* not trained yet"):
         run_of(teacher, tmp_path)

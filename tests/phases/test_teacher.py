@@ -204,7 +204,7 @@ def test_a_branch_says_that_it_has_no_episodes_yet(tmp_path, capsys):
     checkpoint = checkpoints(tmp_path / "one")[1]
     branch = Run(config_in(tmp_path / "two", resume=str(checkpoint)))
     log = (tmp_path / "two" / "train.log").read_text()
-    assert "episodes collected so far are not in" in log
+    assert "earlier episodes are not in" in log
     assert branch.run()
     assert closed(branch).phase.progress.updates == 4
 
@@ -237,8 +237,8 @@ def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
     first = torch.tensor([True, False])
     episode = TensorDict(seen | {"action": torch.zeros(2, 1, 1), "is_first": first}, [2])
     shown = Prediction.of(model, episode, 5.0)
-    for moment in (shown.moment(0), shown.moment(1)):
-        assert (moment[:, :16] == FAILED).all() and (moment[:, 16:] == 50).all()
+    for frame in (shown.frame(0), shown.frame(1)):
+        assert (frame[:, :16] == FAILED).all() and (frame[:, 16:] == 50).all()
 
 
 def test_the_words_of_the_originals():
@@ -279,7 +279,7 @@ def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, cap
     words = ["eval", str(trained), "--world-model", "--json", str(file), "--against", str(trained)]
     assert main([*words, "--episodes", "4", "env.segmentation=true"]) == 0
     printed = capsys.readouterr().out
-    assert "4 held-out episodes, actions at random" in printed and "changed pixels, MSE ratio" in printed
+    assert "4 held-out episodes, random actions" in printed and "changed pixels, MSE ratio" in printed
     found = json.loads(file.read_text())
     assert found["episodes"] == 4 and found["split"] == "eval" and found["transitions"] == 4 * 5
     assert found["decision_seconds"] == pytest.approx(0.08)
@@ -296,7 +296,7 @@ def test_world_models_are_compared(trained, tmp_path, capsys):
     run_to_the_end(config_in(tmp_path, world_model=MODEL | {"brighter": 1.0}))
     words = ["--world-model", "--episodes", "6", "--json", str(tmp_path / "found.json")]
     assert main(["compare", str(trained), str(trained), *words]) == 0
-    assert "no difference: A and B did the same in all 6 episodes" in capsys.readouterr().out
+    assert "no difference: A and B have the same results in all 6 episodes" in capsys.readouterr().out
     assert main(["compare", str(trained), str(tmp_path), *words]) == 0
     (found,) = json.loads((tmp_path / "found.json").read_text())["measured"]
     # the double copies the last frame, and is wrong by one more here

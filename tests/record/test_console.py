@@ -108,7 +108,7 @@ def test_a_view_has_what_the_run_has():
     assert shown(loss=0.25)[2:] == ["loss      ▁  0.25"]
     # pay is shown as it came, not as it was normalised
     explorer = shown(contact_share=0.25, **{"reward/prediction_error": 1.5, "reward/prediction_error_normalized": 0.1})
-    assert explorer[2:] == ["contact   ▃  25%", "paid for  prediction_error 1.5"]
+    assert explorer[2:] == ["contact   ▃  25%", "rewards   prediction_error 1.5"]
     # while robots act in a process of their own
     assert shown(staleness=1.0, queue_depth=0.5, actor_idle=0.03)[2:] == [
         "async     staleness 1  queue 0.5  robots idle 3%"

@@ -200,7 +200,7 @@ def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, 
     monkeypatch.setattr("sparring.runs.run.log.warning", lambda *words: told.append(words[-1]))
     told = []
     again = Run(config_in(tmp_path, env=env))
-    assert told == ["the env cannot be put back to where it was; its robots start new episodes"]
+    assert len(told) == 1 and "robots start new episodes" in told[0]
     assert again.phase.progress.updates == 1
     again.phase.step(0.2)
     # new episodes, not those that were played before
@@ -338,7 +338,7 @@ def test_a_longer_run_says_how_its_schedules_stretch(tmp_path, monkeypatch):
     run.announce()
     assert run.run() and run.phase.progress.updates == 4
     run.phase.env.close()
-    nothing = "4 updates are done already, more than 3: nothing to train; give more than 4 (training.iterations)"
+    nothing = "4 updates are done already, more than 3: nothing to train; set training.iterations to more than 4"
     assert nothing in told and not any("the end" in line or "the limit is" in line for line in told)
     assert saved_settings(tmp_path)["training.iterations"] == 4
 
@@ -354,7 +354,7 @@ def test_a_larger_limit_that_is_passed_already_trains_and_evaluates_nothing(tmp_
     for limit, than in ((3, "more than 3"), (2, "more than 2"), (played, "which is the limit")):
         assert main([*words, "--num_episodes", str(limit)]) == 0
         out, err = capsys.readouterr()
-        nothing = f"{played} episodes are done already, {than}: nothing to train; give more than {played} "
+        nothing = f"{played} episodes are done already, {than}: nothing to train; set training.num_episodes "
         assert nothing in err and "held-out" not in err and out == ""
         # the larger one
         assert saved_settings(tmp_path)["training.num_episodes"] == max(limit, 3)

@@ -51,7 +51,7 @@ class Algorithm:
         return f"{self.section}.policy_lr={self.config.policy_lr:g}"
 
     def gate(self, parity: Parity) -> Parity:
-        """Check a parity that the collecting process measured; returns the worst over all processes."""
+        """Check a parity that the actor process measured; returns the worst over all processes."""
         return self.parity_gate.check(parity)
 
     @property

@@ -182,7 +182,7 @@ class Scorer:
     def replay(self, rollout: TensorDict, version: int) -> Parity:
         """The parity of the decisions of this `version` in a rollout [T, N]: all of the first rollout, later a sample.
 
-        Called by the collecting process: when the learner gets the rollout, its weights may be newer.
+        Called by the actor process: when the learner gets the rollout, its weights may be newer.
         """
         decisions = Decisions(rollout.flatten(0, 1))
         if rollout.get("version", None) is not None:

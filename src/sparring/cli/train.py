@@ -1,6 +1,7 @@
 """`sparring train`, `eval` and `compare`: train a policy, evaluate it, compare two."""
 
 import argparse
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from sparring import phases
 from sparring.cli.arguments import EPILOG, OPTIONS, TRUST, config_of, count, flag_settings, positive, settings_of
 from sparring.errors import UserError
 
+_M_ARENA_MAX = -8  # of malloc.h
 DRY_RUNS = ("rollout", "training")  # values of --dry-run, named as in ManiFlow's test_rl_rollout.py
 
 
@@ -63,7 +65,20 @@ def add(commands) -> None:
     compare.set_defaults(command=_compare, takes_overrides=True)
 
 
+def _share_one_heap() -> None:
+    """Make all threads share one malloc arena, if the C library is glibc and MALLOC_ARENA_MAX is not set.
+
+    By default each thread gets its own arena. Threads that draw videos and save checkpoints come and go, and memory
+    that one of them freed is not used by the arena of the next: in benchmarks/soak.py that takes 24 MB more than one
+    arena, in steps of up to 25 MB. The number of updates per second is the same.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option and "MALLOC_ARENA_MAX" not in os.environ:
+        set_option(_M_ARENA_MAX, 1)
+
+
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    _share_one_heap()
     if arguments.phase == "all":
         return _train_all(arguments, overrides)
     if phases.ALIASES.get(arguments.phase, arguments.phase) not in phases.PHASES:

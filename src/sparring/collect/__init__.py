@@ -1,1 +1,1 @@
-"""Collecting: the only place where an env meets a policy."""
+"""Collection of rollouts: the only place where a policy acts in an env."""

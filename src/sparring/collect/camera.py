@@ -1,4 +1,4 @@
-"""Episodes that ended, and films of some of them."""
+"""Tracks episodes that end, and records videos of some of them."""
 
 from dataclasses import dataclass, field, replace
 
@@ -17,11 +17,11 @@ class Episode:
     reward: float
     steps: int
     success: bool
-    contact: float = 0.0  # share of its decisions in which the robot touched an object
+    contact: float = 0.0  # share of the decisions in which the robot touched an object
 
 
 class EpisodeTracker:
-    """Adds up rewards and steps per env, and returns every episode that ends."""
+    """Sums rewards and steps per robot, and returns every episode that ends."""
 
     def __init__(self, num_envs: int):
         self.rewards = np.zeros(num_envs)
@@ -37,7 +37,7 @@ class EpisodeTracker:
         self.contacts += step.contact
         if not len(step.ended):
             return []
-        # of the episode that ended: the root's task is already that of the next one
+        # the task is from the final observation, because the root has that of the next episode
         tasks = step.final.get("task", np.zeros(len(step.ended), np.int64))
         contact = self.contacts / self.decisions
         episodes = [
@@ -58,25 +58,25 @@ class EpisodeTracker:
 
 @dataclass(frozen=True)
 class EpisodeVideo:
-    """One recorded episode of T steps. Per-decision values are repeated for each step of the chunk."""
+    """One recorded episode of T steps. Values of a decision are repeated for each step of its chunk."""
 
-    frames: list[Picture]  # T + 1: before the first step and after each
+    frames: list[Picture]  # T + 1: before the first step and after each step
     episode: Episode
-    rewards: np.ndarray  # [T], the env's own
-    values: np.ndarray  # [T] of what the policy saw when it decided; NaN where nobody worked it out
-    actions: np.ndarray  # [T, A] as asked for
-    states: np.ndarray  # [T, S] as seen by the policy (S = 0 where it sees no state)
+    rewards: np.ndarray  # [T], those of the env
+    values: np.ndarray  # [T], V of the observations before the decisions; NaN if it was not computed
+    actions: np.ndarray  # [T, A], as the policy chose them
+    states: np.ndarray  # [T, S], as the policy observed them (S = 0 without a state)
 
     def rendered(self) -> "EpisodeVideo":
-        """With its pictures drawn, fit to be sent to another process."""
+        """Returns a copy with rendered frames, which can be sent to another process."""
         return replace(self, frames=[drawn(frame) for frame in self.frames])
 
 
 @dataclass
 class _Decision:
-    """Of the R robots that are being filmed: `[R, C]`, `[R]`, `[R, C, A]`, `[R, S]`, and `[R]` once it is known."""
+    """A decision of the R recorded robots: `[R, C]`, `[R]`, `[R, C, A]`, `[R, S]`, `[R]` (set later if unknown)."""
 
-    place: dict[int, int]
+    rows: dict[int, int]  # robot -> row
     reward: np.ndarray
     executed: np.ndarray
     action: np.ndarray
@@ -85,14 +85,14 @@ class _Decision:
 
 
 @dataclass
-class _Reel:
+class _Recording:
     frames: list[Picture]
     decisions: list[_Decision] = field(default_factory=list)
 
-    def record_video(self, episode: Episode) -> EpisodeVideo:
+    def video(self, episode: Episode) -> EpisodeVideo:
         rewards, values, actions, states = [], [], [], []
         for decision in self.decisions:
-            row = decision.place[episode.env]
+            row = decision.rows[episode.env]
             steps = decision.executed[row]
             rewards.append(decision.reward[row, :steps])
             values.append(np.repeat(decision.value[row], steps))
@@ -103,86 +103,86 @@ class _Reel:
 
 @dataclass
 class Camera:
-    """Films the next whole episode of the first few robots. Nothing is drawn of any other."""
+    """Records the next complete episode of each of the first robots. Other robots are not rendered."""
 
     env: Env
-    # robots whose next episode is to be filmed; what there is of those that are being filmed, and of whole ones
+    # robots whose next episode will be recorded; robot -> its running recording; complete recordings
     waiting: set[int] = field(default_factory=set)
-    reels: dict[int, _Reel] = field(default_factory=dict)
-    whole: list[tuple[_Reel, Episode]] = field(default_factory=list)
-    # decisions of this rollout so far, and those of them that were filmed, whose values are not known yet
-    clock: int = 0
-    unvalued: list[tuple[int, _Decision]] = field(default_factory=list)
+    running: dict[int, _Recording] = field(default_factory=dict)
+    complete: list[tuple[_Recording, Episode]] = field(default_factory=list)
+    # number of decisions of this rollout so far, and recorded decisions whose values are not known yet
+    decisions: int = 0
+    without_value: list[tuple[int, _Decision]] = field(default_factory=list)
 
     @property
     def is_cheap(self) -> bool:
-        """Whether pictures that nobody looks at are never drawn."""
+        """Whether frames are rendered only if they are used."""
         return self._sketch(0) is not None
 
     def record_video(self, robots: int) -> None:
-        self.waiting |= set(range(min(robots, self.env.num_envs))) - self.reels.keys()
+        self.waiting |= set(range(min(robots, self.env.num_envs))) - self.running.keys()
 
-    def all_began(self) -> None:
-        """Every robot was reset; an episode that was broken off is not shown."""
-        if robots := {*self.waiting, *self.reels}:
+    def reset(self) -> None:
+        """Call after a reset of all robots; recordings of interrupted episodes are dropped."""
+        if robots := {*self.waiting, *self.running}:
             self._begin(robots)
 
-    def look(self, td: TensorDict, ended: list[Episode]) -> None:
-        """After every decision `td` [N], with the episodes that ended in it."""
-        self.clock += 1
-        if not (self.waiting or self.reels):
+    def add(self, td: TensorDict, ended: list[Episode]) -> None:
+        """Add a decision `td` [N] and the episodes that it ended; call after every decision."""
+        self.decisions += 1
+        if not (self.waiting or self.running):
             return
-        if self.reels:
-            decision = self._seen(td)
-            for robot, reel in self.reels.items():
-                reel.frames += self.env.last.frames.get(robot, [])
-                reel.decisions.append(decision)
-        over = [episode for episode in ended if episode.env in self.reels]
-        for episode in over:
-            reel = self.reels.pop(episode.env)
-            self.whole += [(reel, episode)] if reel.frames else []
+        if self.running:
+            decision = self._decision(td)
+            for robot, recording in self.running.items():
+                recording.frames += self.env.last.frames.get(robot, [])
+                recording.decisions.append(decision)
+        finished = [episode for episode in ended if episode.env in self.running]
+        for episode in finished:
+            recording = self.running.pop(episode.env)
+            self.complete += [(recording, episode)] if recording.frames else []
         beginning = self.waiting.intersection(self.env.last.ended.tolist())
-        if over or beginning:
+        if finished or beginning:
             self._begin(beginning)
 
-    def appraise(self, values: torch.Tensor) -> None:
-        """After a rollout: the values `[T, N]` of its decisions."""
-        for row, decision in self.unvalued:
-            decision.value = _array(values[row])[list(decision.place)]
-        self.unvalued.clear()
-        self.clock = 0
+    def set_values(self, values: torch.Tensor) -> None:
+        """Set the values of the recorded decisions from `[T, N]` of a rollout; call after every rollout."""
+        for step, decision in self.without_value:
+            decision.value = _array(values[step])[list(decision.rows)]
+        self.without_value.clear()
+        self.decisions = 0
 
     def drain(self) -> list[EpisodeVideo]:
-        """What was filmed since the last call."""
-        whole, self.whole = self.whole, []
-        return [reel.record_video(episode) for reel, episode in whole]
+        """Returns the videos recorded since the last call."""
+        complete, self.complete = self.complete, []
+        return [recording.video(episode) for recording, episode in complete]
 
     def drain_failures_first(self, most: int) -> list[EpisodeVideo]:
-        """At most so many: what went wrong is what people want to see; else in the order of the robots."""
-        self.whole = sorted(self.whole, key=lambda one: (one[1].success, one[1].env))[:most]
+        """Returns at most so many videos, failures first, then in the order of the robots."""
+        self.complete = sorted(self.complete, key=lambda one: (one[1].success, one[1].env))[:most]
         return self.drain()
 
-    def _seen(self, td: TensorDict) -> _Decision:
-        robots, last = list(self.reels), self.env.last
-        # not every env shows a state, and not every policy appraises what it sees when it acts
+    def _decision(self, td: TensorDict) -> _Decision:
+        robots, last = list(self.running), self.env.last
+        # some envs have no state, and some policies compute no value when they act
         state, value = td["observation"].get("state", None), td.get("value", None)
-        places = {robot: place for place, robot in enumerate(robots)}
+        rows = {robot: row for row, robot in enumerate(robots)}
         states = np.zeros((len(robots), 0), np.float32) if state is None else _array(state.flatten(1))[robots]
         values = np.full(len(robots), np.nan) if value is None else _array(value)[robots]
-        did = (last.reward[robots], last.executed[robots], _array(td["action"])[robots])
-        decision = _Decision(places, *did, states, values)
+        executed = (last.reward[robots], last.executed[robots], _array(td["action"])[robots])
+        decision = _Decision(rows, *executed, states, values)
         if value is None:
-            self.unvalued.append((self.clock - 1, decision))
+            self.without_value.append((self.decisions - 1, decision))
         return decision
 
     def _begin(self, robots: set[int]) -> None:
         self.waiting -= robots
         for robot in sorted(robots):
-            picture = self._sketch(robot)
-            if picture is None:
-                picture = self.env.render(robot)
-            self.reels[robot] = _Reel([] if picture is None else [picture])
-        self.env.backend.record(sorted(self.reels))
+            frame = self._sketch(robot)
+            if frame is None:
+                frame = self.env.render(robot)
+            self.running[robot] = _Recording([] if frame is None else [frame])
+        self.env.backend.record(sorted(self.running))
 
     def _sketch(self, robot: int) -> Picture | None:
         sketch = getattr(self.env.backend, "sketch", None)

@@ -1,4 +1,4 @@
-"""Collector: the only place where an env meets a policy; and the stopwatch of its stages."""
+"""Collector: the only place where a policy acts in an env; and the stopwatch of its stages."""
 
 import time
 from collections import defaultdict, deque
@@ -28,23 +28,23 @@ from sparring.noise import keyed_uniform
 from sparring.policies.policy import Policy
 from sparring.processes.memory import explain_oom
 
-# spans that are kept until somebody asks for them: a few rollouts
+# maximum number of spans kept until they are read: a few rollouts
 _KEPT = 8192
 
 
 @dataclass(frozen=True)
 class Span:
-    """One turn of a stage, in seconds since the epoch. `who`: learner, collector, or collector 0, 1, ... of groups."""
+    """One run of a stage, in seconds since the epoch. `who`: learner, collector, or collector 0, 1, ... of groups."""
 
     who: str
     stage: str
     begin: float
     end: float
-    version: int  # of the weights that acted, or that an update started from
+    version: int  # version of the weights that acted, or with which an update started
 
 
 class Stopwatch:
-    """Times stages, one thread at a time. Whoever watches is called with each stage that is entered, and left."""
+    """Times stages of one thread. `entered` and `left` are called with the name of each stage."""
 
     def __init__(
         self, who: str, entered: Callable[[str], None] | None = None, left: Callable[[str], None] | None = None
@@ -52,7 +52,7 @@ class Stopwatch:
         self.who, self._entered, self._left = who, entered, left
         self.seconds: dict[str, float] = defaultdict(float)
         self.spans: deque[Span] = deque(maxlen=_KEPT)
-        self.failed: str | None = None  # where it was when an exception came through
+        self.failed: str | None = None  # the stage in which an exception was raised
 
     @contextmanager
     def stage(self, stage: str, version: int) -> Iterator[None]:
@@ -71,14 +71,14 @@ class Stopwatch:
         self.spans.append(Span(self.who, stage, began, ended, version))
 
     def drain(self) -> tuple[dict[str, float], list[Span]]:
-        """Seconds of each stage, and its turns, since the last call."""
+        """Returns the seconds and spans of the stages since the last call."""
         drained = dict(self.seconds), list(self.spans)
         self.seconds.clear()
         self.spans.clear()
         return drained
 
 
-# evaluation noise never repeats training noise
+# offset of the noise clock in evaluations, so that their noise differs from training noise
 _EVAL_NOISE = 1 << 40
 
 
@@ -86,9 +86,9 @@ _EVAL_NOISE = 1 << 40
 def complete_rollout(
     policy: Policy, buffer: RolloutBuffer, root: TensorDict, version: int, check: bool
 ) -> torch.Tensor:
-    """Log-probs, values, `next/value`, by the weights that acted, whose `version` every row carries.
+    """Write log-probs, values, `next/value` and `version` to the buffer, computed with the weights that acted.
 
-    `root`: where the next rollout starts. Returns the values `[T, N]`.
+    `root`: the root with which the next rollout starts. Returns the values `[T, N]`.
     """
     buffer.close(root)
     rollout = buffer.rollout()
@@ -105,7 +105,7 @@ def complete_rollout(
 
 
 def _next_values(policy: Policy, buffer: RolloutBuffer, rollout: TensorDict, root: TensorDict) -> torch.Tensor:
-    """V of the true next observation: the following row's, except where the episode or the rollout ended."""
+    """V of the true next observation: that of the following row, unless the episode or the rollout ended."""
     following = torch.empty_like(rollout["value"])
     following[:-1] = rollout["value"][1:]
     last, remembers = buffer.last, policy.memory_size
@@ -115,7 +115,7 @@ def _next_values(policy: Policy, buffer: RolloutBuffer, rollout: TensorDict, roo
         (step, env), final = ends
         true_last = TensorDict({"observation": final}, final.batch_size)
         if remembers:
-            # the root is of the next episode by then
+            # computed here, because the root has the memory of the next episode
             before = rollout.select(*policy.in_keys, "action")[step, env]
             true_last.set(POLICY_MEMORY, policy.remember(before))
         following[step, env] = policy.value(true_last)
@@ -123,37 +123,38 @@ def _next_values(policy: Policy, buffer: RolloutBuffer, rollout: TensorDict, roo
 
 
 class BaseCollector:
-    """What a phase asks of its collector, wherever the robots are. Robots are in one or several `lanes`."""
+    """The interface between a phase and its collector: one env, groups of robots, or an actor process."""
 
-    env: Any  # an Env, or what stands for those that are in groups or in another process
+    env: Any  # an Env, a GroupedEnv or a RemoteEnv
     policy: Policy
     stopwatch: Stopwatch
-    version: int  # how often the weights have changed
-    env_steps: int  # env steps executed so far; by episodes, those of valid decisions
-    parity: Parity | None = None  # how far the newest rollout drifts, where another process has measured it
+    version: int  # number of changes of the weights
+    env_steps: int  # env steps executed so far; if rollouts hold episodes, those of valid decisions
+    parity: Parity | None = None  # drift of the newest rollout, if the actor process has measured it
 
     @property
-    def lanes(self) -> list["Collector"]:
+    def by_group(self) -> list["Collector"]:
+        """The collectors that act, one per group of robots; empty if another process has them."""
         return []
 
     def collect(self, buffer: RolloutBuffer) -> None:
-        """Fill a buffer with fresh experience and complete it: log-probs, values, version, `next/value`."""
+        """Fill a buffer with new transitions and complete it: log-probs, values, version, `next/value`."""
 
     def weights_changed(self) -> None:
-        """To be called after each update."""
+        """Call after each update."""
         self.version += 1
 
     def pace(self, ess: float) -> None:
-        """What share of its decisions the newest rollout was worth, for those whose rollouts may be stale."""
+        """Adapt the allowed staleness to the effective sample size of the newest rollout, a share of its decisions."""
 
     def reseed(self, more: int) -> None:
-        """Other episodes and noise than so far."""
+        """Change the seeds of episodes and noise."""
 
     def record_video(self, robots: int) -> None:
-        """Of each of the first so many robots, the next episode that begins."""
+        """Record the next episode of each of the first `robots` robots."""
 
     def drain_videos(self) -> list[EpisodeVideo]:
-        """Films of episodes that ended since the last call."""
+        """Videos of episodes that ended since the last call."""
         return []
 
     def drain_episodes(self) -> list[Episode]:
@@ -161,40 +162,41 @@ class BaseCollector:
         return []
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
-        """Seconds of each stage, as metrics, and its turns, since the last call."""
+        """Seconds of the stages, as metrics, and their spans, since the last call."""
         return {}, []
 
     def state_dict(self) -> dict | None:
-        """All that the next rollout depends on, besides the weights; None: nothing was collected yet."""
+        """The state for the next rollout, without the weights; None: nothing was collected yet."""
 
     def load_state_dict(self, state: dict) -> bool:
-        """Go on from a `state_dict`. False: an env could not be put back, and starts new episodes instead."""
+        """Continue from a `state_dict`. False: the state of an env was not restored; it starts new episodes."""
         return True
 
-    def forget_robots(self) -> None:
-        """Wherever they are after a failure: the next rollout, also that of a run that goes on, begins new episodes."""
+    def discard_robot_states(self) -> None:
+        """Discard the states of the robots after a failure, so that the next rollout (also after a resume) starts new
+        episodes."""
 
     @contextmanager
     def _acting(self, robots: int) -> Iterator[None]:
-        """`robots` are decided for at once."""
+        """Handle errors of acting; `robots`: the number of robots per decision."""
         try:
             with explain_oom("acting", self.policy, robots, "rollout.n_envs"):
                 yield
         except Exception:
-            self.forget_robots()
+            self.discard_robot_states()
             raise
 
 
 class Collector(BaseCollector):
-    """Lets a policy act in an env, decision by decision.
+    """Collects transitions of a policy in an env, decision by decision.
 
-    `greedy` withholds the noise (all but what a greedy decision starts from), so the policy acts by its mode.
-    With `episodes` a rollout holds so many whole episodes of every robot, all from fresh starts; without, as many
-    decisions as the buffer takes, and episodes go on in the next one.
+    `greedy`: the policy gets no noise (only `start`, if it needs that), so it acts by its mode. With `episodes`, a
+    rollout has that many complete episodes of every robot, all from a reset. Without, it has as many decisions as the
+    buffer takes, and episodes continue in the next rollout.
     """
 
-    # where the policy has diverged
-    advice = "lower the learning rate that it was trained with"
+    # for the message if the policy has diverged
+    advice = "train it with a lower learning rate"
 
     def __init__(
         self,
@@ -210,24 +212,24 @@ class Collector(BaseCollector):
         self.seed, self.split, self.episodes_each = seed, split, episodes
         self.noise_name, self.noise_size = ("start", policy.start_size) if greedy else ("noise", policy.noise_size)
         if not greedy and not self.noise_size:
-            advice = "set it to how many uniform numbers a decision takes, and draw the action from td['noise']"
-            raise UserError(f"{type(policy).__name__}.noise_size is 0, so it could only ever act by its mode; {advice}")
+            advice = "set it to the number of uniform numbers per decision, and draw the action from td['noise']"
+            raise UserError(f"{type(policy).__name__}.noise_size is 0, so it cannot sample actions; {advice}")
         self.version = self.env_steps = 0
-        # decisions so far, the clock of the noise; rollouts by episodes so far, each of which has seeds of its own
+        # decisions so far, which number the noise; rollouts of whole episodes so far, each of which has its own seeds
         self.decision = self.batches = 0
         self.episodes: list[Episode] = []
-        self.tracker: EpisodeTracker  # adds up the episodes under way; made when they begin
+        self.tracker: EpisodeTracker  # sums over the running episodes; created when they start
         self.camera = Camera(env)
         self.stopwatch = Stopwatch("collector")
-        self.root: TensorDict | None = None  # where the next decision starts; None: at new episodes
-        self._asked: TensorDict | None = None  # what the policy asked of the env last
+        self.root: TensorDict | None = None  # input of the next decision; None: reset first
+        self._actions: TensorDict | None = None  # the newest actions of the policy, on the CPU
 
     @property
-    def lanes(self) -> list["Collector"]:
+    def by_group(self) -> list["Collector"]:
         return [self]
 
     def start(self) -> None:
-        """Reset all envs and look once, hard, at whether env and policy keep the contract."""
+        """Reset all robots and check the contract for the first observation."""
         with self.stopwatch.stage("reset", self.version):
             self.root = self.env.reset(self.seed, self.split, self.batches * (self.episodes_each or 0))
         check_observation(self.root, self.env.spec, "env.reset")
@@ -235,11 +237,11 @@ class Collector(BaseCollector):
             memory = torch.zeros(self.env.num_envs, self.policy.memory_size, device=self.env.device)
             self.root.set(POLICY_MEMORY, memory)
         self.tracker = EpisodeTracker(self.env.num_envs)
-        self.camera.all_began()
+        self.camera.reset()
 
     @torch.inference_mode()
     def decide(self) -> TensorDict:
-        """One transition [N], for those who look on; its tensors are not fit for training."""
+        """Make one decision; returns the transition [N]. Its inference tensors cannot be used for training."""
         with self._acting(self.env.num_envs):
             return self.simulate(self.infer(self.noise(1)[0]))
 
@@ -247,7 +249,7 @@ class Collector(BaseCollector):
         with self._acting(self.env.num_envs), self.stopwatch.stage("collect", self.version):
             buffer.start()
             ended = None
-            # inside, tensors are cheap and unfit for training: what is kept is copied into the buffer's own
+            # inference tensors are cheap but cannot be used for training; the buffer copies them
             with torch.inference_mode():
                 if self.episodes_each is None:
                     for noise in self.noise(buffer.steps):
@@ -257,7 +259,7 @@ class Collector(BaseCollector):
             with self.stopwatch.stage("complete", self.version):
                 check = self.decision == buffer.steps
                 root = cast(TensorDict, self.root)
-                self.camera.appraise(complete_rollout(self.policy, buffer, root, self.version, check))
+                self.camera.set_values(complete_rollout(self.policy, buffer, root, self.version, check))
                 if ended is not None:
                     # [T, N]
                     episode = ended * self.env.num_envs + np.arange(self.env.num_envs)
@@ -266,13 +268,13 @@ class Collector(BaseCollector):
                     for name, column in columns.items():
                         buffer.set(name, torch.from_numpy(column).to(self.env.device))
 
-    def forget_robots(self) -> None:
+    def discard_robot_states(self) -> None:
         self.root = None
 
     def _play_episodes(self, buffer: RolloutBuffer) -> np.ndarray:
-        """`[T, N]`: how many episodes each robot had ended before each decision.
+        """Play the episodes; returns `[T, N]`, the number of episodes that each robot had ended before each decision.
 
-        A robot that has played its own goes on until all have: a batch is stepped as a whole.
+        A robot that has ended its episodes continues until all have: the env steps all robots together.
         """
         self.start()
         ended, rows, clock = np.zeros(self.env.num_envs, np.int64), [], self.decision
@@ -287,13 +289,13 @@ class Collector(BaseCollector):
                 f"after {buffer.steps} decisions robots {np.flatnonzero(ended < self.episodes_each).tolist()} have not "
                 f"ended their {self.episodes_each} episodes; set rollout.max_episode_steps"
             )
-        # as if all decisions had been taken: noise must not depend on when the robots of this process were done
+        # count all decisions of the buffer, so that noise does not depend on the lengths of episodes in this process
         self.decision = clock + buffer.steps
         self.batches += 1
         return np.stack(rows)
 
     def infer(self, noise: torch.Tensor | None) -> TensorDict:
-        """The first half of a decision: what the policy wants, `[N]` with `action`."""
+        """The first half of a decision: returns `[N]` with the policy's `action`."""
         if self.root is None:
             self.start()
         with self.stopwatch.stage("infer", self.version):
@@ -303,20 +305,20 @@ class Collector(BaseCollector):
             td = self.policy.act(td)
             if self.decision == 0:
                 check_decision(td, self.chunk, self.env.spec.action_dim, "policy.act")
-            # fetched here, where only the policy is waited for: later there may be more in the device's queue
+            # copied here, where the device's queue has only the policy; later it may have more
             on_cpu = td["action"].device.type == "cpu"
-            self._asked = td if on_cpu else TensorDict({"action": td["action"].cpu()}, td.batch_size)
-            if not np.isfinite(self._asked["action"].numpy()).all():
+            self._actions = td if on_cpu else TensorDict({"action": td["action"].cpu()}, td.batch_size)
+            if not np.isfinite(self._actions["action"].numpy()).all():
                 raise Diverged(f"training has diverged: actions of the policy are NaN or infinite; {self.advice}")
         return td
 
     def simulate(self, td: TensorDict, counted: np.ndarray | None = None) -> TensorDict:
-        """The other half: what came of it, in `next/*`; `self.root` is where the next decision starts.
+        """The second half: steps the env, adds `next/*` to `td` and sets `self.root` for the next decision.
 
-        `counted` [N]: whose steps and episodes count; None: all. Of several groups, in a thread of its own.
+        `counted` [N]: the robots whose steps and episodes count; None: all. With several groups, each has a thread.
         """
         with torch.inference_mode(), self.stopwatch.stage("simulate", self.version):
-            after = self.env.step(self._asked)
+            after = self.env.step(self._actions)
             if self.decision == 0:
                 check_step(after, self.env.spec, self.chunk, "env.step")
             if self.policy.memory_size:
@@ -331,7 +333,7 @@ class Collector(BaseCollector):
             executed = self.env.last.executed
             self.env_steps += int(executed.sum() if counted is None else executed[counted].sum())
             ended = [e for e in self.tracker.add(self.env.last) if counted is None or counted[e.env]]
-            self.camera.look(td, ended)
+            self.camera.add(td, ended)
             self.episodes += ended
         return td
 
@@ -353,24 +355,24 @@ class Collector(BaseCollector):
         return episodes
 
     def noise(self, decisions: int) -> Sequence[torch.Tensor | None]:
-        """`[N, Z]` for each of the next decisions, drawn at once; None when acting takes none."""
+        """Draw noise `[N, Z]` for each of the next decisions; None if acting needs none."""
         if not self.noise_size:
             return [None] * decisions
         offset = _EVAL_NOISE if self.split == "eval" else 0
         envs = np.arange(self.env.num_envs) + self.env.first_env
         clock = (np.arange(decisions) + self.decision) // self.policy.noise_hold + offset
-        # noise that is held over several decisions is drawn once
+        # noise that is constant over several decisions is drawn once
         ticks, tick_of = np.unique(clock, return_inverse=True)
         noise = torch.from_numpy(keyed_uniform(self.seed, envs, ticks, self.noise_size)).to(self.env.device)
         return [noise[tick] for tick in tick_of]
 
     def state_dict(self) -> dict:
-        """`env` is None where the env cannot tell. By episodes every rollout starts afresh, wherever the robots are."""
+        """`env` is None if the env has no state to save, or if every rollout starts with a reset."""
         state: dict[str, Any] = {"decision": self.decision, "env_steps": self.env_steps, "version": self.version}
         if self.episodes_each is not None:
             return state | {"batches": self.batches, "env": None, "root": None}
         state |= {"tracker": None, "env": None, "root": None}
-        # an env whose robots are forgotten may be broken
+        # after `discard_robot_states` the env may be broken
         if self.root is not None:
             state["tracker"] = self.tracker.state_dict()
             if (env := self.env.state()) is not None:

@@ -1,7 +1,7 @@
-"""Robots in groups: while one group simulates, in a thread of its own, the policy decides for another.
+"""Robots in groups: while one group simulates in a separate thread, the policy acts for another.
 
-Simulators release Python's lock (mujoco, numba, worker processes), so both go on at the same time. Groups are served in
-turn, always in the same order: the same batches meet the same weights, whatever the timing.
+Simulators release Python's global lock (mujoco, numba, worker processes), so both run in parallel. The policy acts for
+the groups in a fixed order, so results do not depend on timing.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +19,12 @@ from sparring.contract import EnvSpec
 from sparring.data.buffer import RolloutBuffer
 from sparring.envs.env import Env
 
-# seconds that a group gets to end its step, after another one failed
-_PATIENCE_S = 1.0
+# timeout for the running step of a group after a failure in another group
+_STOP_S = 1.0
 
 
 class GroupedEnv:
-    """The envs of all groups as one, for all but stepping them."""
+    """The envs of all groups as one env, without reset and step."""
 
     def __init__(self, envs: list[Env]):
         self.envs = envs
@@ -33,32 +33,32 @@ class GroupedEnv:
 
     @property
     def spec(self) -> EnvSpec:
-        """An env may find out on the way that it reports success."""
+        """The spec of the first env that reports success, because an env may do so only later; else of the first."""
         return next((env.spec for env in self.envs if env.spec.reports_success), self.envs[0].spec)
 
     def close(self) -> None:
-        """All of them, also where one raises."""
+        """Close all envs, even if one raises."""
         with ExitStack() as closing:
             for env in reversed(self.envs):
                 closing.callback(env.close)
 
 
 class GroupedCollector(BaseCollector):
-    """One collector for each group, in the place of a single one: they fill one rollout [T, N] together."""
+    """One collector per group, which together fill one rollout [T, N]."""
 
     def __init__(self, env: GroupedEnv, collectors: list[Collector]):
         self.env, self.collectors, self.policy = env, collectors, collectors[0].policy
-        # a GPU does in order what this thread and those of the groups ask for
+        # the threads of the groups use this thread's CUDA stream, so that the GPU executes their work in order
         on_gpu = env.device.type == "cuda"
         begin = partial(torch.cuda.set_stream, torch.cuda.current_stream(env.device)) if on_gpu else None
-        # a thread for each: some renderers want to be called from one thread only
+        # one thread per group, because some renderers must be called from one thread only
         self.threads = [ThreadPoolExecutor(1, f"group {g}", begin) for g in range(len(collectors))]
         self.stopwatch = Stopwatch("collector")
         for g, collector in enumerate(collectors):
             collector.stopwatch = Stopwatch(f"collector {g}")
 
     @property
-    def lanes(self) -> list[Collector]:
+    def by_group(self) -> list[Collector]:
         return self.collectors
 
     @property
@@ -83,15 +83,15 @@ class GroupedCollector(BaseCollector):
                 first = self.collectors[0].decision == buffer.steps
                 root = torch.cat([collector.root for collector in self.collectors])  # type: ignore[misc]
                 values = complete_rollout(self.policy, buffer, cast(TensorDict, root), self.version, check=first)
-                # its robots are the first of all
-                self.collectors[0].camera.appraise(values)
+                # the robots of the first group are the first columns
+                self.collectors[0].camera.set_values(values)
 
-    def forget_robots(self) -> None:
-        """Each when what it simulates is done; one that hangs is not waited for."""
+    def discard_robot_states(self) -> None:
+        """Wait for the running step of each group, but not for one that hangs."""
         for thread, collector in zip(self.threads, self.collectors, strict=True):
             with suppress(TimeoutError):
-                thread.submit(collector.forget_robots).result(_PATIENCE_S)
-            collector.forget_robots()
+                thread.submit(collector.discard_robot_states).result(_STOP_S)
+            collector.discard_robot_states()
 
     def _act(self, buffer: RolloutBuffer) -> None:
         for thread, collector in zip(self.threads, self.collectors, strict=True):
@@ -107,7 +107,7 @@ class GroupedCollector(BaseCollector):
                 td = collector.infer(noise[g][step])
                 simulating.append(self.threads[g].submit(collector.simulate, td))
             if before:
-                # all groups simulate meanwhile
+                # all groups simulate during this copy
                 buffer.add(torch.cat(transitions))  # type: ignore[arg-type]
         buffer.add(torch.cat([future.result() for future in simulating]))  # type: ignore[arg-type]
 
@@ -116,14 +116,14 @@ class GroupedCollector(BaseCollector):
             collector.reseed(more)
 
     def record_video(self, robots: int) -> None:
-        """Of the first group."""
+        """Record robots of the first group."""
         self.collectors[0].record_video(robots)
 
     def drain_videos(self) -> list[EpisodeVideo]:
         return self.collectors[0].drain_videos()
 
     def drain_episodes(self) -> list[Episode]:
-        """Numbered as if there were one group."""
+        """Robots are numbered over all groups."""
         episodes, first = [], 0
         for collector in self.collectors:
             episodes += [replace(e, env=e.env + first) for e in collector.drain_episodes()]
@@ -131,7 +131,7 @@ class GroupedCollector(BaseCollector):
         return episodes
 
     def drain_stages(self) -> tuple[dict[str, float], list[Span]]:
-        """Of simulating, the mean over the groups, which simulate at the same time; of deciding, the sum."""
+        """Seconds of simulating are means over the groups, which run in parallel; seconds of acting are sums."""
         drained = [collector.drain_stages() for collector in self.collectors]
         seconds = {name: sum(metrics[name] for metrics, _ in drained) for name in drained[0][0]}
         seconds["simulate_seconds"] /= len(drained)

@@ -10,8 +10,9 @@ folder/
 
 A line of the index is written after its data: what is cut short by a crash has no line, and is never read. A line also
 holds the checksum of its data, which tells after a power cut whether they reached the disk, and later whether they are
-still what was written: it is compared before an episode is first read. All columns of a segment
-share one file, because a memory map keeps its file open and a process may open only about a thousand.
+still what was written: it is compared before an episode is first read. Numbers and offsets follow each other without
+gaps, so that no line can be missing or moved unseen. All columns of a segment share one file, because a memory map
+keeps its file open and a process may open only about a thousand.
 """
 
 import json
@@ -131,10 +132,17 @@ class EpisodeRecord:
     steps: int
     crc: int
     info: dict
+    # bytes before it that are no episode any more: a repair left them out
+    gap: int = 0
 
     @property
     def end(self) -> int:
         return self.offset + self.size
+
+    def follows(self, last: "EpisodeRecord | None") -> bool:
+        """Whether its line may stand after that of `last`, or first in an index (None): none is missing between."""
+        begins = self.offset - self.gap == (last.end if last else 0)
+        return begins and (last is None or self.number == last.number + 1 or self.gap > 0 and self.number > last.number)
 
     def line(self) -> bytes:
         text = json.dumps(asdict(self)).encode()

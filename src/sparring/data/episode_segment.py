@@ -14,6 +14,7 @@ import shutil
 import stat
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from sparring.data.episode_files import HEADER_BYTES, META, EpisodeLayout, EpisodeRecord
 from sparring.errors import UserError
-from sparring.processes.files import LOCK, flush
+from sparring.processes.files import LOCK, flush, is_held
 
 
 class Segment:
@@ -69,7 +70,7 @@ class Segment:
         lines, size = self._unread_lines(), self.data_path.stat().st_size
         for line in lines:
             record = EpisodeRecord.parse(line)
-            if record is None or record.end > size or not self._follows(record):
+            if record is None or record.end > size or not record.follows(self.records[-1] if self.records else None):
                 break
             self._take(record, line)
         self._map()
@@ -202,10 +203,6 @@ class Segment:
             file.seek(self.index_end)
             return file.read().splitlines(keepends=True)
 
-    def _follows(self, record: EpisodeRecord) -> bool:
-        """It comes after all others; a line that is there twice does not."""
-        return not self.records or (record.number > self.records[-1].number and record.offset >= self.data_end)
-
     def _take(self, record: EpisodeRecord, line: bytes) -> None:
         self._line_ends.append(self.index_end + len(line))
         self.records.append(record)
@@ -300,7 +297,8 @@ def _inspect(folder: Path, layout: EpisodeLayout) -> list[Segment]:
         if None in segment.unread():
             log.warning("%s: its last line is damaged: the episode is not read", segment.index_path)
     if size:
-        log.info("%s: not read: %d steps of an episode that is torn or still being written", folder, steps)
+        level = logging.INFO if is_held(folder) else logging.WARNING
+        log.log(level, "%s: not read: %d steps of an episode that is torn or still being written", folder, steps)
     return segments
 
 
@@ -333,6 +331,11 @@ def _refuse_bad_index(layout: EpisodeLayout, segment: Segment, finished: bool, w
         at = unread.index(None)
         following = [record for record in unread[at:] if record]
         raise _damage(segment.index_path, f"line {whole + at + 1} is damaged, and {_counted(following)} follow it")
+    last = segment.records[-1] if segment.records else None
+    for line, record in enumerate(unread, whole + 1):
+        if record and not record.follows(last):
+            raise _damage(segment.index_path, f"line {line} does not follow the one before: some are missing or moved")
+        last = record or last
     if finished and unread:
         raise _damage(segment.data_path, f"only {whole} of its {whole + len(unread)} episodes are whole")
     unlisted = segment.unlisted(segment.data_end, layout)
@@ -390,12 +393,15 @@ def _salvage_segment(folder: Path, segment: Segment, layout: EpisodeLayout) -> t
     segment.refresh()
     size = segment.data_path.stat().st_size
     lines = [*segment.records, *segment.unread()]
-    listed = [record for record in lines if record is not None]
-    unlisted = segment.unlisted(listed[-1].end if listed else 0, layout)
-    whole = segment.intact([record for record in listed if record.end <= size])
-    # a damaged last line and its data are one episode
-    lost = max(len(lines), len(listed) + len(unlisted)) - len(whole)
-    if not lost:
+    # each once, in the order of the data
+    listed = sorted({record.offset: record for record in lines if record is not None}.values(), key=lambda r: r.offset)
+    begun = {*segment.unlisted(0, layout), *segment.unlisted(listed[-1].end if listed else 0, layout)}
+    # without those that an earlier repair left out
+    begun = {at for at in begun if not any(record.offset - record.gap <= at < record.offset for record in listed)}
+    whole = _linked(segment.intact([record for record in listed if record.end <= size]))
+    # a damaged line and its data are one episode
+    lost = max(len(listed) + lines.count(None), len(begun | {record.offset for record in listed})) - len(whole)
+    if not lost and whole == lines:
         return whole, 0
     if not whole:
         _put_aside(segment)
@@ -414,6 +420,16 @@ def _salvage_segment(folder: Path, segment: Segment, layout: EpisodeLayout) -> t
         flush(aside)
         os.truncate(segment.data_path, whole[-1].end)
     return whole, lost
+
+
+def _linked(records: list[EpisodeRecord]) -> list[EpisodeRecord]:
+    """Those that stand in order, each with the gap before it that damaged ones leave."""
+    found: list[EpisodeRecord] = []
+    for record in records:
+        last = found[-1] if found else None
+        record = replace(record, gap=record.offset - (last.end if last else 0))
+        found += [record] if record.follows(last) else []
+    return found
 
 
 def _put_aside(segment: Segment) -> None:

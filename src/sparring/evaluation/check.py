@@ -1,4 +1,4 @@
-"""`sparring check`: is the installation, an env or a policy fit for training? Prints problems and how to fix them."""
+"""`sparring check`: checks the installation, an env or a policy, and prints problems and how to fix them."""
 
 import hashlib
 import importlib.metadata
@@ -36,29 +36,29 @@ from sparring.record.overlay import filmstrip, write_png
 from sparring.runs.run import Run
 
 ROBOTS = 4
-PATIENCE = 1000  # decisions in an env that has no time limit
-FRAMES = 300  # frames that a contact sheet picks from
-_IMPORT_S = 300.0  # seconds that an import may take
-# policies that need more than a name -> the setting, and an example
+UNLIMITED_DECISIONS = 1000  # decisions in an env without a time limit
+FRAMES = 300  # maximum number of recorded frames, from which a contact sheet is made
+_IMPORT_S = 300.0  # timeout of an import
+# policies that need a setting in addition to their name -> the setting, and an example
 NEEDS = {
     "vla": ("model_class", "policy.model_class=package.module:Class policy.model_path=WEIGHTS 'env.cameras=[head]'"),
     "pi0": ("model_path", "policy.model_path=FOLDER 'env.cameras=[head,wrist]'"),
 }
-Finding = tuple[str, bool, str]  # (what was checked, whether it is right, what was found)
+Finding = tuple[str, bool, str]  # (what was checked, passed, details)
 
 
 def check(name: str | None, overrides: list[str]) -> int:
-    """Print the findings about the installation, or about an env or policy by name; 1 if anything is wrong."""
+    """Print findings about the installation, or about the env or policy `name`; returns 1 if a check failed."""
     settings, is_policy = parse_overrides(overrides), name is not None and _is_policy(name)
     if name is not None:
         settings.append(Setting("policy.name", name, "command line") if is_policy else _env_setting(name, settings))
     config = load_config(None, settings, inherit=False)
     findings = _policy_findings(config) if is_policy else _env_findings(config)
-    good = True
-    for what, fine, found in findings if name is not None else chain(_installation(), findings):
-        good &= fine
-        print(f"{'ok  ' if fine else 'FAIL'}  {what}: {found}", flush=True)
-    return 0 if good else 1
+    all_passed = True
+    for what, passed, details in findings if name is not None else chain(_installation(), findings):
+        all_passed &= passed
+        print(f"{'ok  ' if passed else 'FAIL'}  {what}: {details}", flush=True)
+    return 0 if all_passed else 1
 
 
 def _installation() -> Iterator[Finding]:
@@ -74,15 +74,15 @@ def _installation() -> Iterator[Finding]:
 
 
 def _torchvision() -> Finding:
-    """With a CPU build of torch, the import of torchvision fails, and every transformers model with it."""
+    """Checks the import of torchvision: with a CPU build of torch it fails, and so do all transformers models."""
     if importlib.util.find_spec("torchvision") is None:
-        return "torchvision", True, "absent, as it should be beside a CPU build of torch"
-    # in a process of its own: a broken one can poison this one
+        return "torchvision", True, "not installed, which is right for a CPU build of torch"
+    # in a separate process: a failed import could damage this one
     try:
         command = [sys.executable, "-c", "import torchvision"]
         attempt = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
-        return "torchvision", False, f"its import has not ended after {_IMPORT_S:g} seconds"
+        return "torchvision", False, f"its import did not end in {_IMPORT_S:g} seconds; pip uninstall torchvision"
     if attempt.returncode == 0:
         return "torchvision", True, "importable"
     reason = attempt.stderr.strip().splitlines()[-1]
@@ -92,12 +92,12 @@ def _torchvision() -> Finding:
 def _is_policy(name: str) -> bool:
     if name in POLICIES or ":" not in name or name.startswith("gym:"):
         return name in POLICIES
-    thing = resolve(name, {}, "name")
-    return isinstance(thing, type) and issubclass(thing, Policy)
+    resolved = resolve(name, {}, "name")
+    return isinstance(resolved, type) and issubclass(resolved, Policy)
 
 
 def _env_setting(name: str, others: list[Setting]) -> Setting:
-    """'sparring/reach_d1' is the built-in arm with that task."""
+    """The setting for an env name; 'sparring/reach_d1' is the built-in arm with that task."""
     if name in TASKS:
         raise UserError(f"'{name}' is a task, not an env; write: sparring check sparring/{name}")
     if not name.startswith("sparring/"):
@@ -111,11 +111,11 @@ def _env_setting(name: str, others: list[Setting]) -> Setting:
 
 
 def _policy_findings(config: Config) -> Iterator[Finding]:
-    """Acts, scores its own actions alike, and survives one update."""
+    """Run one update: creates the policy, collects a rollout, scores its actions and learns."""
     name = config.policy.name
     key, example = NEEDS.get(name, (None, ""))
     if key is not None and getattr(config.policy, key) is None:
-        needs = f"'{name}' is not made by its name alone; write: sparring check {name} {example} (docs/vla.md)"
+        needs = f"'{name}' needs policy.{key}; write: sparring check {name} {example} (docs/vla.md)"
         yield "policy", False, needs
         return
     run, doing = None, "policy"
@@ -128,7 +128,7 @@ def _policy_findings(config: Config) -> Iterator[Finding]:
         metrics = run.phase.step(0.0)
         yield "act and evaluate", True, f"parity {metrics['parity']:.3g} (limit {config.ppo.parity_tolerance:g})"
         yield "update", bool(np.isfinite(metrics["loss"])), f"loss {metrics['loss']:.4g}"
-    except Exception as error:  # a policy is somebody else's code: all that it raises is a finding
+    except Exception as error:  # a policy is third-party code: every exception is a finding
         yield doing, False, str(error) if isinstance(error, UserError) else describe_error(error)
     finally:
         if run is not None:
@@ -136,14 +136,14 @@ def _policy_findings(config: Config) -> Iterator[Finding]:
 
 
 def _env_findings(config: Config) -> Iterator[Finding]:
-    """Its observations and actions, then the contract, the end of episodes, determinism and speed."""
+    """Check observations and actions, then the contract, the ends of episodes, determinism and speed."""
     envs: list[Env] = []
     try:
         for _ in range(2):
             envs.append(make_env(config.env, ROBOTS, config.rollout.max_episode_steps))
         spec = envs[0].spec
         tasks = ", ".join(dict.fromkeys(task for task in spec.task_names if task))
-        yield "env", True, f"{config.env.name}: {tasks or 'no named task'}"
+        yield "env", True, f"{config.env.name}: {tasks or 'no task name'}"
         for key, (shape, dtype) in spec.observation.items():
             yield f"observation/{key}", True, f"{list(shape)} {dtype}"
         kind = f"one of {spec.discrete_actions}" if spec.discrete_actions else "continuous in [-1, 1]"
@@ -151,7 +151,7 @@ def _env_findings(config: Config) -> Iterator[Finding]:
         if isinstance(config.env, GymConfig):
             _check_step_shapes(config)
         yield from _play_twice(envs[0], envs[1], config)
-    except Exception as error:  # an env is somebody else's code, too
+    except Exception as error:  # an env is third-party code as well
         yield "contract", False, str(error) if isinstance(error, UserError) else describe_error(error)
     finally:
         for env in envs:
@@ -159,7 +159,7 @@ def _env_findings(config: Config) -> Iterator[Finding]:
 
 
 def _check_step_shapes(config: Config) -> None:
-    """Training checks shapes at resets only; numpy would broadcast a wrong shape of a step over the state."""
+    """Check observations of steps: training checks shapes at resets only, and numpy would broadcast a wrong shape."""
     robot = GymRobot(config.env, config.rollout.max_episode_steps)
     robot.reset(seed=0)
     for _ in range(20):
@@ -171,15 +171,15 @@ def _check_step_shapes(config: Config) -> None:
 
 
 def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
-    """Random actions until every robot must have ended an episode, twice from the same seed."""
+    """Take random actions until every robot should have ended an episode, twice from the same seed."""
     chunk = config.rollout.action_steps
     first, second = (Collector(e, RandomPolicy(env.spec, chunk), seed=0, chunk=chunk) for e in (env, again))
     digests = [_digest(first.decide())]
-    # the first decision compiles and loads; it is not part of the speed
+    # the speed excludes the first decision, which includes compilation and loading
     started, before = time.perf_counter(), first.env_steps
-    digests += [_digest(first.decide()) for _ in range(env.spec.max_episode_steps or PATIENCE)]
+    digests += [_digest(first.decide()) for _ in range(env.spec.max_episode_steps or UNLIMITED_DECISIONS)]
     speed = (first.env_steps - before) / (time.perf_counter() - started)
-    yield "contract", True, "reset and step return what they should"
+    yield "contract", True, "reset and step return valid values"
     ended = len(first.episodes)
     advice = "" if ended else "; have it return terminated or truncated, or set rollout.max_episode_steps"
     yield "episodes end", ended > 0, f"{ended} ended in {len(digests)} decisions of {ROBOTS} robots{advice}"
@@ -188,26 +188,26 @@ def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
         yield "determinism", True, "the same seed gives the same trajectories"
     else:
         advice = "draw all randomness from the seed that reset() is given (self.np_random)"
-        yield "determinism", False, f"the same seed gave something else in decision {differs + 1}; {advice}"
-    saved = "none; resumed runs start episodes anew" if env.state() is None else "can be put back; runs resume exactly"
+        yield "determinism", False, f"the same seed gave another result in decision {differs + 1}; {advice}"
+    saved = "none; a resume starts new episodes" if env.state() is None else "can be restored; runs resume exactly"
     yield "saved state", True, saved
     yield "speed", True, f"{speed:,.0f} env steps/s with {ROBOTS} robots and random actions"
     name = re.sub(r"[^\w.-]", "_", "_".join(getattr(config.env, "task", ())) or config.env.name)
     sheet = Path(os.environ.get("OUTPUT_BASE", "outputs")) / "check" / f"{name}.png"
-    yield "pictures", True, str(write_png(sheet, filmstrip(frames))) if frames else f"none: {why_no_picture(again)}"
+    yield "images", True, str(write_png(sheet, filmstrip(frames))) if frames else f"none: {why_no_picture(again)}"
 
 
 def _replay(collector: Collector, digests: list[bytes]) -> tuple[int | None, list[np.ndarray]]:
-    """The first decision that differs from `digests`, if any, and frames of one robot's first episode."""
+    """Returns the first decision that differs from `digests`, if any, and frames of one robot's first episode."""
     env, frames, recording = collector.env, list[np.ndarray](), True
-    env.backend.record([0])  # as training and evaluations do, so that a render() that fails is found here
-    for number, before in enumerate(digests):
+    env.backend.record([0])  # as in training and evaluations, so that this check detects errors of render()
+    for number, expected in enumerate(digests):
         digest = _digest(collector.decide())
         frames += map(drawn, env.last.frames.get(0, []))
         if recording and (0 in env.last.ended or len(frames) >= FRAMES):
             recording = False
             env.backend.record([])
-        if digest != before:
+        if digest != expected:
             return number, frames
     return None, frames
 

@@ -1,4 +1,4 @@
-"""`sparring compare`: two policies, or two world models, on the same held-out episodes, with paired statistics."""
+"""`sparring compare`: compares two policies or world models on the same held-out episodes, with paired tests."""
 
 import json
 import math
@@ -22,17 +22,17 @@ from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.processes.distributed import pick_device
 from sparring.processes.files import write_whole
 
-FLIPS, AT_A_TIME = 10_000, 500  # flips of signs of the permutation test; so many at a time, for the memory's sake
-SIGNIFICANT = 0.05  # below this p, a difference counts as shown
-FEWEST = 6  # with fewer gaps, all have one sign by chance in one of 16 cases or more: nothing could be shown
-# settings that leave the episodes the same: what a policy observes and how it acts
+FLIPS, AT_A_TIME = 10_000, 500  # random sign vectors of the permutation test, and how many are in memory at once
+SIGNIFICANT = 0.05  # a difference is significant below this p
+FEWEST = 6  # of 5 gaps, all have one sign by chance in one of 16 cases: p could not be below 0.05
+# settings that do not change the episodes: what a policy observes and how it acts
 _POLICY_VIEW = "cameras image_size depth points object_state pad_state pad_action control_mode action_scale"
-OWN_WAY = SAME_EPISODES + tuple(f"env.{name}" for name in _POLICY_VIEW.split())
+MAY_DIFFER = SAME_EPISODES + tuple(f"env.{name}" for name in _POLICY_VIEW.split())
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """Mean of A minus mean of B, its 95 % interval, and the probability of one at least as large by chance."""
+    """Mean of A minus mean of B, its 95 % interval, and the p value."""
 
     effect: float
     low: float
@@ -40,20 +40,20 @@ class _Difference:
     p: float
 
     @property
-    def is_shown(self) -> bool:
+    def is_significant(self) -> bool:
         return self.p < SIGNIFICANT and (self.low > 0 or self.high < 0)
 
     @property
-    def is_on_the_edge(self) -> bool:
+    def is_borderline(self) -> bool:
         return (self.p < SIGNIFICANT) != (self.low > 0 or self.high < 0)
 
 
 def _success_difference(a: np.ndarray, b: np.ndarray) -> _Difference:
-    """Of `[n]` bool: McNemar's mid-p test, and Newcombe's interval for paired proportions (1998, method 10)."""
+    """For `[n]` bool: McNemar's mid-p test, and Newcombe's interval for paired proportions (1998, method 10)."""
     both, only_a, only_b, neither = (int(x.sum()) for x in (a & b, a & ~b, b & ~a, ~a & ~b))
     effect = (only_a - only_b) / len(a)
     of_a, of_b = wilson(both + only_a, len(a)), wilson(both + only_b, len(b))
-    # correlation of A's and B's successes, corrected towards 0 for small numbers where it is positive
+    # phi: correlation of the successes of A and B; if positive, it gets a continuity correction towards 0
     product = (both + only_a) * (only_b + neither) * (both + only_b) * (only_a + neither)
     gap: float = both * neither - only_a * only_b
     gap = gap if gap < 0 else max(0.0, gap - len(a) / 2)
@@ -68,23 +68,23 @@ def _success_difference(a: np.ndarray, b: np.ndarray) -> _Difference:
 
 
 def _mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided mid-p (Fagerland, Lydersen, Laake 2013): for equal A and B, each unlike pair is a fair coin."""
+    """Two-sided mid-p (Fagerland, Lydersen, Laake 2013). If A and B are equal, each discordant pair is a fair coin."""
     if only_a == only_b:
         return 1.0
-    unlike, fewer = only_a + only_b, min(only_a, only_b)
-    tail = sum(math.comb(unlike, k) for k in range(fewer + 1))
-    return (2 * tail - math.comb(unlike, fewer)) / 2**unlike
+    discordant, fewer = only_a + only_b, min(only_a, only_b)
+    tail = sum(math.comb(discordant, k) for k in range(fewer + 1))
+    return (2 * tail - math.comb(discordant, fewer)) / 2**discordant
 
 
 def _mean_difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> _Difference:
-    """Of `[n]` numbers, n > 1: Student's interval of the mean gap, and a permutation test of the gaps' signs."""
-    with np.errstate(invalid="ignore"):  # infinite in both
+    """For `[n]` numbers, n > 1: Student's interval of the mean gap, and a permutation test of the gaps' signs."""
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
         gaps = np.asarray(a, float) - np.asarray(b, float)
     if not np.isfinite(gaps).all():
-        lost = f"{(~np.isfinite(gaps)).sum()} of {len(gaps)} episodes have figures that are not finite"
-        raise UserError(f"{lost}, so means cannot be compared; look for what diverged: sparring eval of each")
+        lost = f"{(~np.isfinite(gaps)).sum()} of {len(gaps)} episodes have results that are not finite"
+        raise UserError(f"{lost}, so means cannot be compared; run sparring eval on A and B to see which one diverged")
     n, effect, rng = len(gaps), float(gaps.mean()), np.random.default_rng(seed)
-    # a flip that changes nothing must not look smaller than the observed effect by rounding
+    # the tolerance counts signs that reproduce the observed effect in spite of rounding
     observed = abs(effect) - 1e-9 * np.abs(gaps).mean()
     as_large = 0
     for _ in range(FLIPS // AT_A_TIME):
@@ -95,7 +95,7 @@ def _mean_difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> _Difference
 
 
 def _student_quantile(freedom: int) -> float:
-    """The 97.5 % point of Student's distribution, by the expansion of Cornish and Fisher; exact enough from 5 on."""
+    """The 97.5 % quantile of Student's distribution by the Cornish-Fisher expansion; accurate from 5 degrees on."""
     z = 1.959964
     first, second, third = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     terms = (z, first / 4, second / 96, third / 384)
@@ -104,7 +104,7 @@ def _student_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class _Measured:
-    """One figure of A and of B in the same episodes. `unit` and `scale` are for people."""
+    """One measure of A and of B in the same episodes. `unit` and `scale` are for printing."""
 
     name: str
     a: float
@@ -148,18 +148,18 @@ class Comparison:
     episodes: int
     seed: int
     measured: list[_Measured]
-    same: bool  # in every episode
+    same: bool  # equal results in every episode
 
     @classmethod
     def of_policies(cls, a: str, b: str, settings: list[Setting]) -> "Comparison":
-        """With greedy actions. `settings` are for both; A's config decides the rest of the episodes."""
+        """Compare policies with greedy actions. `settings` apply to both; the config of A determines the episodes."""
         opened = [open_checkpoint(path, settings) for path in (a, b)]
         config = opened[0][1]
         _refuse_other_episodes(config, opened[1][1])
         episodes, seed = config.evaluation.episodes, config.seed
         _refuse_too_few(episodes)
-        said = f"A plays {episodes} held-out episodes of seed {seed} ({config.env.name}), then B the same"
-        print(f"{said}; this may take minutes", file=sys.stderr)
+        plan = f"A plays {episodes} held-out episodes of seed {seed} ({config.env.name}), then B the same"
+        print(f"{plan}; this may take minutes", file=sys.stderr)
         played: list[list[Episode]] = []
         for checkpoint, own in opened:
             device = pick_device(own.device)
@@ -174,16 +174,16 @@ class Comparison:
 
     @classmethod
     def of_world_models(cls, a: str, b: str, settings: list[Setting]) -> "Comparison":
-        """By their predictions of episodes in which robots act at random, with A's config."""
+        """Compare the predictions of episodes with random actions, which have the config of A."""
         config = open_checkpoint(a, settings, is_policy=False)[1]
         device = pick_device(config.device)
         models = [load_world_model(a, device), load_other_world_model(b, a, config)]
         _refuse_other_episodes(config, open_checkpoint(b, settings, is_policy=False)[1])
-        said = f"robots play {config.evaluation.episodes} held-out episodes of seed {config.seed} at random"
-        print(f"{said}, then A and B predict them; this may take minutes", file=sys.stderr)
+        plan = f"robots play {config.evaluation.episodes} held-out episodes of seed {config.seed} with random actions"
+        print(f"{plan}, then A and B predict them; this may take minutes", file=sys.stderr)
         episodes, _ = WorldModelEvaluation.random_episodes(config, device)
         ratios = [WorldModelEvaluation.ratio_by_episode(model, episodes).numpy() for model in models]
-        known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])  # episodes in which nothing changed have no ratio
+        known = np.isfinite(ratios[0]) | np.isfinite(ratios[1])  # an episode without any change has no ratio
         ratio_a, ratio_b = (ratio[known] for ratio in ratios)
         _refuse_too_few(len(ratio_a))
         found = _Measured.mean("MSE ratio", ratio_a, ratio_b, "of the MSE ratio", more_is_better=False)
@@ -195,17 +195,17 @@ class Comparison:
 
     def verdict(self) -> str:
         if self.same:
-            return f"no difference: A and B did the same in all {self.episodes} episodes"
+            return f"no difference: A and B have the same results in all {self.episodes} episodes"
         first, *others = self.measured
-        if first.difference.is_shown:
+        if first.difference.is_significant:
             return first.winner()
-        doubt, advice = "no difference could be shown", "four times as many would halve the interval"
-        if first.difference.is_on_the_edge:
-            doubt, advice = "on the edge", "by only one of interval and p there is a difference, and more would tell"
-        doubt = f"{doubt} with {self.episodes} episodes: {first.sentence()}; {advice}"
-        # a shaped reward may show what few successes do not
-        by_reward = [other for other in others if other.name == "reward" and other.difference.is_shown]
-        return f"{doubt}; by reward, {by_reward[0].winner()}" if by_reward else doubt
+        verdict, advice = "no significant difference", "four times as many episodes would halve the interval"
+        if first.difference.is_borderline:
+            verdict, advice = "borderline", "only one of interval and p shows a difference; evaluate more episodes"
+        verdict = f"{verdict} with {self.episodes} episodes: {first.sentence()}; {advice}"
+        # a shaped reward may differ significantly if there are few successes
+        by_reward = [other for other in others if other.name == "reward" and other.difference.is_significant]
+        return f"{verdict}; by reward, {by_reward[0].winner()}" if by_reward else verdict
 
     def write(self, path: Path) -> Path:
         write_whole(path, json.dumps(asdict(self) | {"split": "eval", "verdict": self.verdict()}, indent=2) + "\n")
@@ -213,11 +213,11 @@ class Comparison:
 
 
 def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:
-    """By their numbers: robot i played i, i+N, i+2N, ... one after the other, and they ended in any order."""
-    turns, numbered = Counter[int](), {}
+    """Sort episodes by number: robot i played i, i+N, i+2N, ... in this order; robots end episodes at any time."""
+    played, numbered = Counter[int](), {}
     for episode in episodes:
-        numbered[episode.env + robots * turns[episode.env]] = episode
-        turns[episode.env] += 1
+        numbered[episode.env + robots * played[episode.env]] = episode
+        played[episode.env] += 1
     return [numbered[number] for number in sorted(numbered)]
 
 
@@ -229,24 +229,23 @@ def _measured(a: list[Episode], b: list[Episode], spec: EnvSpec) -> list[_Measur
     success_a, success_b = (np.array([e.success for e in episodes]) for episodes in (a, b))
     tasks = np.array([spec.task_names[episode.task] for episode in a])
     names = list(dict.fromkeys(tasks.tolist()))
-    found = [_Measured.success(success_a, success_b), reward]
+    measured = [_Measured.success(success_a, success_b), reward]
     for name in names if len(names) > 1 else ():
-        found.append(_Measured.success(success_a[tasks == name], success_b[tasks == name], f"  {name}"))
-    return found
+        measured.append(_Measured.success(success_a[tasks == name], success_b[tasks == name], f"  {name}"))
+    return measured
 
 
 def _refuse_too_few(episodes: int) -> None:
     if episodes < FEWEST:
-        advice = f"give {FEWEST} or more: --episodes N"
-        raise UserError(f"{episodes} episode(s) to tell from are too few to know what is chance; {advice}")
+        raise UserError(f"{episodes} episode(s) are too few for a significance test; give --episodes {FEWEST} or more")
 
 
 def _refuse_other_episodes(a: Config, b: Config) -> None:
     if a.env.name != b.env.name:
         raise UserError(f"A was trained in '{a.env.name}', B in '{b.env.name}'; they cannot play the same episodes")
-    unlike = episode_differences(a, b, OWN_WAY)
-    if unlike:
-        mine, theirs = flatten(a.dump()), flatten(b.dump())
-        listed = [f"  {key}: A {value_text(mine.get(key))}, B {value_text(theirs.get(key))}" for key in unlike]
-        both = f"give both the same, e.g. {unlike[0]}={value_text(mine.get(unlike[0]))}"
+    differing = episode_differences(a, b, MAY_DIFFER)
+    if differing:
+        of_a, of_b = flatten(a.dump()), flatten(b.dump())
+        listed = [f"  {key}: A {value_text(of_a.get(key))}, B {value_text(of_b.get(key))}" for key in differing]
+        both = f"give both the same settings, e.g. {differing[0]}={value_text(of_a.get(differing[0]))}"
         raise UserError("\n".join([f"A and B were trained in different episodes; {both}:", *listed]))

@@ -1,4 +1,4 @@
-"""How well a policy explores: contacts with objects and visited places, compared with random actions."""
+"""Measures exploration: contacts with objects and visited voxels, compared with random actions."""
 
 import math
 from collections import Counter
@@ -18,21 +18,21 @@ from sparring.evaluation.play import Device, held_out_decisions
 from sparring.policies.policy import Policy
 from sparring.policies.random import ColouredNoise, RandomPolicy
 
-VOXEL = 0.05  # metres a side
+VOXEL = 0.05  # side in metres
 BIN = 0.1  # bin width of an entry of the state, which is scaled to about 1
-CORRELATIONS = (0.8, 0.9, 0.95, 0.98)  # of noise that changes slowly; an explorer has to beat the best of them
+CORRELATIONS = (0.8, 0.9, 0.95, 0.98)  # of coloured noise; the baseline is the best of them
 
 
 @dataclass(frozen=True)
 class _Exploration:
     decisions: int
     contact: float  # share of the decisions in which a robot touched an object
-    # places of `VOXEL` metres that a hand visited: over all robots and episodes, and in an episode on average
+    # voxels that a hand visited: over all robots and episodes, and the mean per episode
     voxels: int
     voxels_per_episode: float
-    # voxels that objects were moved to from where they began the episode; None: EnvSpec.object_entries is empty
+    # voxels of objects other than their start voxels; None: EnvSpec.object_entries is empty
     object_voxels: int | None
-    state_entropy: float  # nats: of the bins that each entry of the state was in, the mean over entries
+    state_entropy: float  # nats: entropy of the bins of an entry of the state, the mean over entries
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ExplorationEvaluation(EvaluationResult):
         return cls(episodes, config.seed, found)
 
     def table(self, width: int | None = None) -> str:
-        rows = [("actions", "contact", "places", "places an episode", "places of objects", "state entropy")]
+        rows = [("actions", "contact", "places", "places per episode", "places of objects", "state entropy")]
         for who, e in self.found.items():
             moved = "n/a" if e.object_voxels is None else str(e.object_voxels)
             numbers = f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", moved, f"{e.state_entropy:.2f}"
@@ -70,24 +70,24 @@ class ExplorationEvaluation(EvaluationResult):
 
 
 def _showing_objects(env_config: Section) -> Section:
-    """The same env, which shows object positions to this measure and nothing more to policies."""
+    """Returns the same env with object positions in `privileged`, which only this measure reads."""
     hidden = getattr(env_config, "object_state", None) == "hidden"
     return env_config.model_copy(update={"object_state": "privileged"}) if hidden else env_config
 
 
 def compare_with_random(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> dict[str, _Exploration]:
-    """The policy, uniformly random actions, and random actions that change slowly, on the same episodes."""
+    """Measure the policy, uniformly random actions and coloured noise on the same episodes."""
     policies = {"policy": policy, "uniform": RandomPolicy(env.spec, chunk).to(env.device)}
     for correlation in CORRELATIONS:
-        slow = ColouredNoise(env.spec, chunk, torch.full((env.num_envs,), correlation)).to(env.device)
-        policies[f"coloured {correlation}"] = slow
+        coloured = ColouredNoise(env.spec, chunk, torch.full((env.num_envs,), correlation)).to(env.device)
+        policies[f"coloured {correlation}"] = coloured
     return {who: _explore(actor, env, episodes, seed, chunk) for who, actor in policies.items()}
 
 
 def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> _Exploration:
-    """On exactly `episodes` episodes: in more of them, every policy gets further."""
+    """Measure exactly `episodes` episodes: the number of voxels grows with the number of episodes."""
     if "state" not in env.spec.observation:
-        raise UserError("exploration is measured in observation/state, which this env does not show; take another env")
+        raise UserError("exploration is measured in observation/state, which this env does not have; use another env")
     counts = _Counts(env)
     for td, robots, _ in held_out_decisions(Collector(env, policy, seed, split="eval", chunk=chunk), episodes):
         counts.add(td[robots], robots)  # type: ignore[call-overload]
@@ -98,9 +98,9 @@ class _Counts:
     def __init__(self, env: Env):
         self.env = env
         self.decisions = self.contacts = 0
-        self.places: dict[tuple[int, int], set] = {}  # (robot, episode) -> its places; a place is (hand, x, y, z)
+        self.places: dict[tuple[int, int], set] = {}  # (robot, episode) -> voxels as (hand, x, y, z)
         self.episode = np.zeros(env.num_envs, int)
-        # [N, objects, 3] where they began, and (object, x, y, z) of where else they were
+        # [N, objects, 3] start voxels, and other voxels as (object, x, y, z)
         self.began = np.zeros((env.num_envs, len(env.spec.object_entries) // 3, 3), int)
         self.moved_to: set[tuple[int, ...]] = set()
         self.bins: list[Counter] = []  # for each entry of the state: bin -> count
@@ -133,7 +133,7 @@ class _Counts:
         return _Exploration(self.decisions, self.contacts / self.decisions, voxels, each, moved, entropy)
 
     def _voxels(self, vectors: np.ndarray, entries: tuple[int, ...]) -> np.ndarray:
-        """Positions among the entries of `[n, S]` -> `[n, positions, 3]`; no positions where the env shows none."""
+        """Positions among the entries of `[n, S]` -> voxels `[n, positions, 3]`; `entries` may be empty."""
         metres = vectors[:, list(entries)] / self.env.spec.hand_scale
         return np.floor(metres / VOXEL).astype(int).reshape(len(vectors), -1, 3)
 

@@ -1,4 +1,4 @@
-"""Result files of evaluations (eval.json, eval_<changed settings>.json, videos/<same name>_0.mp4), and text tables."""
+"""Result files of evaluations (eval.json, eval_<changed settings>.json, videos/<same name>_0.mp4) and text tables."""
 
 import re
 import shutil
@@ -15,21 +15,21 @@ from sparring.errors import UserError
 from sparring.processes.files import refuse_special, write_whole
 from sparring.processes.rows import Document
 
-LONGEST = 120  # letters of a file name; file systems allow some more
-_NARROWEST = 6  # characters of a column that is cut
+LONGEST = 120  # maximum length of a file name in characters; file systems allow some more
+_NARROWEST = 6  # minimum width of a shortened column in characters
 
 
 def terminal_width() -> int | None:
-    """Characters in a line of stdout; None: no terminal."""
+    """The width of the terminal in characters; None: stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def text_table(
     rows: Iterable[tuple[str, ...]], rule: bool = True, width: int | None = None, spare: tuple[int, ...] = ()
 ) -> str:
-    """Left-aligned columns; the first row is the head, with a `rule` below it.
+    """Format left-aligned columns; the first row is the head, with a `rule` below it.
 
-    Where it is wider than `width`, `spare` columns are cut, the least important first, then the widest."""
+    If the table is wider than `width`, `spare` columns are shortened first, in this order, then the widest."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widest_first = sorted(range(len(widths)), key=lambda i: -widths[i])
@@ -48,11 +48,11 @@ class EvaluationResult(ABC):
 
     @abstractmethod
     def table(self, width: int | None = None) -> str:
-        """For people; `width`: most characters in a line."""
+        """The results as text; `width`: maximum line length in characters."""
 
     @abstractmethod
     def numbers(self) -> dict[str, float | None]:
-        """Metrics for a line of evaluations.jsonl."""
+        """Metrics for a row of evaluations.jsonl."""
 
     @abstractmethod
     def content(self) -> dict:
@@ -72,7 +72,7 @@ class EvaluationFiles:
 
     @classmethod
     def of(cls, folder: Path, kind: str, changed: dict[str, Any], json_file: Path | None) -> "EvaluationFiles":
-        """`kind`: eval, eval_world_model, ...; `changed`: settings whose episodes differ from those of the run."""
+        """`kind`: eval, eval_world_model, ...; `changed`: settings by which episodes differ from those of the run."""
         settings = [f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in changed.items()]
         # "task [lift_d0]" -> "task-lift_d0"
         name = "_".join([kind, *(re.sub(r"[^\w.-]+", "-", setting).strip("-") for setting in settings)])
@@ -81,15 +81,16 @@ class EvaluationFiles:
         return cls(folder, name, json_file or folder / f"{name}.json")
 
     def remove_videos(self) -> None:
-        """An earlier evaluation may have written more videos than this one will."""
+        """Remove the videos of an earlier evaluation, which may be more than this one writes."""
         for folder, suffix in (("videos", "mp4"), ("samples", "png")):
             for file in (self.folder / folder).glob(f"{self.name}_*.{suffix}"):
                 if file.stem.removeprefix(f"{self.name}_").isdecimal():
                     file.unlink()
 
 
-def refuse_unwritable(file: Path, instead: str = "give --json FILE in a folder that is there and yours") -> None:
-    """Called before hours are spent. It writes the file: permissions alone do not tell."""
+def refuse_unwritable(file: Path, instead: str = "give --json FILE in a folder that exists and is writable") -> None:
+    """Raise UserError before a long evaluation if `file` cannot be written. It writes a test file, because permission
+    bits are not enough to decide."""
     try:
         refuse_special(file)
         if file.exists():

@@ -1,11 +1,11 @@
-"""Image similarity and object masks. Images are uint8 `[N, 3, H, W]`; figures are of values in [0, 1]."""
+"""Image similarity and object masks. Images are uint8 `[N, 3, H, W]`; results refer to values in [0, 1]."""
 
 import torch
 from tensordict import TensorDict
 from torch.nn import functional
 
-CHANGED = 8  # in 1/255: a pixel has changed when one of its colours changes by more than this
-# ids of a segmentation: below FIRST_OBJECT nothing, scenery and the robot; above LAST_OBJECT the screen and the marker
+CHANGED = 8  # in 1/255: a pixel has changed if one of its colours changes by more than this
+# ids of a segmentation: below FIRST_OBJECT background and robot; above LAST_OBJECT the screen and the marker
 ROBOT, FIRST_OBJECT, LAST_OBJECT = 2, 3, 253
 WINDOW, SIGMA = 11, 1.5
 _C1, _C2 = 0.01**2, 0.03**2  # constants of SSIM, for values in [0, 1]
@@ -16,14 +16,14 @@ def changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`[N]`: structural similarity (Wang et al. 2004), gaussian window of 11 pixels, mean over colours and places."""
+    """`[N]`: structural similarity (Wang et al. 2004), gaussian window of 11 pixels, mean over colours and pixels."""
     a, b = a.double() / 255, b.double() / 255  # [N, 3, H, W]
     mean_a, mean_b = _blur(a), _blur(b)
-    # the blur of squares less the square of blurs: rounding may leave a little below 0
+    # mean of squares minus square of means: by rounding it may be slightly below 0
     var_a, var_b = _blur(a * a) - mean_a**2, _blur(b * b) - mean_b**2
     covariance = _blur(a * b) - mean_a * mean_b
-    alike = (2 * mean_a * mean_b + _C1) * (2 * covariance + _C2)
-    return (alike / ((mean_a**2 + mean_b**2 + _C1) * (var_a + var_b + _C2))).mean((1, 2, 3))
+    numerator = (2 * mean_a * mean_b + _C1) * (2 * covariance + _C2)
+    return (numerator / ((mean_a**2 + mean_b**2 + _C1) * (var_a + var_b + _C2))).mean((1, 2, 3))
 
 
 def _blur(x: torch.Tensor) -> torch.Tensor:
@@ -37,21 +37,22 @@ def _blur(x: torch.Tensor) -> torch.Tensor:
 
 
 class ObjectMasks:
-    """Pixels of objects in the next frame, by what the cameras have shown of them earlier in the episode."""
+    """Masks of object pixels in the next frame, by the visibility of the objects earlier in the episode."""
 
     def __init__(self, segmentation: TensorDict):
         episodes, device = len(segmentation), segmentation.device
         self.any_camera = _SeenObjects(episodes, device)
         self.each_camera = {camera: _SeenObjects(episodes, device) for camera, _ in segmentation.items()}
-        self.places = {c: _CoveredObjects((episodes, *ids.shape[-2:]), device) for c, ids in segmentation.items()}
+        self.covered = {c: _CoveredObjects((episodes, *ids.shape[-2:]), device) for c, ids in segmentation.items()}
 
     def update(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame, for the episodes in `rows` `[E]`.
-        covered: behind the robot where this camera last saw it; hidden: in no camera now; returning: not in this."""
+        covered: now behind the robot, at the last visible position; hidden: now in no camera; returning: not in this
+        one."""
         seen_by = self.each_camera.items()
         return {
             "object": {camera: _is_object(after[camera]) for camera in self.each_camera},
-            "covered_object": {c: places.pixels(now[c], after[c], rows) for c, places in self.places.items()},
+            "covered_object": {c: covered.pixels(now[c], after[c], rows) for c, covered in self.covered.items()},
             "hidden_object": self.hidden(now, after, rows),
             "returning_object": {c: seen.hidden({c: now[c]}, {c: after[c]}, rows)[c] for c, seen in seen_by},
         }
@@ -62,7 +63,7 @@ class ObjectMasks:
 
 
 class _SeenObjects:
-    """Which objects each of N episodes has shown so far; only a memory knows where a hidden one is."""
+    """The objects that were visible so far in each of N episodes; to predict a hidden one, a model needs memory."""
 
     def __init__(self, episodes: int, device: torch.device | str | None = "cpu"):
         self.ever = torch.zeros(episodes, 256, dtype=torch.bool, device=device)
@@ -70,7 +71,8 @@ class _SeenObjects:
     def hidden(
         self, now: dict[str, torch.Tensor], after: dict[str, torch.Tensor], rows: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Ids `[n, 1, H, W]` by camera -> `[n, H, W]` bool: of an object seen before and not now. Adds those of now."""
+        """Ids `[n, 1, H, W]` by camera -> `[n, H, W]` bool: pixels of objects visible earlier but not now. Adds the
+        objects visible now."""
         ever = self.ever[rows]
         visible = torch.zeros_like(ever)
         for ids in now.values():
@@ -82,7 +84,7 @@ class _SeenObjects:
 
 
 class _CoveredObjects:
-    """Pixels of a fixed camera where the robot moves out of the way of the object that was last seen there."""
+    """Pixels of a fixed camera at which the robot uncovers the object that was last visible there."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = "cpu"):
         self.last = torch.zeros(shape, dtype=torch.uint8, device=device)

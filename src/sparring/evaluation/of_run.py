@@ -1,4 +1,4 @@
-"""`sparring eval`: held-out episodes of a checkpoint, as a policy, an explorer or a world model."""
+"""`sparring eval`: evaluates a checkpoint on held-out episodes as a policy, an explorer or a world model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,9 @@ from sparring.runs.checkpoint import CheckpointError, checkpoint_folder, load_sp
 from sparring.runs.fits import spec_differences
 from sparring.world_models.world_model import WorldModel
 
-# what an evaluation may change; the rest was decided when the policy was trained
+# settings that an evaluation may change; the others are fixed by training
 FREE_TO_CHOOSE = ("env.", "rollout.n_envs", "rollout.max_episode_steps", "evaluation.", "seed", "device", "threads")
-# settings of env. that change how episodes are computed, drawn and measured, not which they are
+# settings of env. that change how episodes are computed, rendered and measured, but not the episodes themselves
 SAME_EPISODES = ("env.segmentation", "env.video_renderer", "env.threads", "env.vectorize", "env.workers")
 
 
@@ -51,7 +51,7 @@ def evaluate_checkpoint(
     if kind == "eval_world_model":
         model = load_world_model(checkpoint, device)
         other = None if against is None else load_other_world_model(against, path, config)
-        result, how = WorldModelEvaluation.run(config, model, device, other), "actions at random"
+        result, how = WorldModelEvaluation.run(config, model, device, other), "random actions"
     elif kind == "eval_exploration":
         result, how = ExplorationEvaluation.run(config, load_policy(checkpoint, device), device), "sampled actions"
     else:
@@ -70,22 +70,22 @@ def evaluate_checkpoint(
         for number, video in enumerate(result.videos):
             file = writer.record_video(f"{files.name}_{number}", "eval", video, progress, result.spec, changed_text)
             print(f"video: {file}")
-            writer.finish()  # one after the other: nothing waits for it, and the queue leaves none out
+            writer.finish()  # one at a time, so that the queue is never full and skips no video
     if isinstance(result, Evaluation) and result.no_video_reason:
         print(f"no video: {result.no_video_reason}")
     return result
 
 
 def open_checkpoint(path: str, settings: list[Setting], is_policy: bool = True) -> tuple[Path, Config]:
-    """The checkpoint at `path` and its config with `settings`; refuses what does not fit them."""
+    """Returns the checkpoint at `path` and its config with `settings`; raises UserError if they do not fit."""
     checkpoint = checkpoint_folder(path)
     saved = trusted_settings(checkpoint)
     trained, config = load_config(None, saved, inherit=False), load_config(None, saved + settings, inherit=False)
     before, now = flatten(trained.dump()), flatten(config.dump())
     changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
     if changed:
-        takes = f"an evaluation takes {', '.join(FREE_TO_CHOOSE)}"
-        raise UserError(f"{', '.join(changed)}: cannot be changed after training; {takes}")
+        allowed = f"an evaluation accepts {', '.join(FREE_TO_CHOOSE)}"
+        raise UserError(f"{', '.join(changed)}: cannot be changed after training; {allowed}")
     if is_policy and config.phase == "teacher":
         raise UserError(f"'{path}' holds a world model, not a policy; give --world-model")
     _refuse_other_env(checkpoint, config)
@@ -93,12 +93,12 @@ def open_checkpoint(path: str, settings: list[Setting], is_policy: bool = True) 
 
 
 def load_other_world_model(other: str, path: str, config: Config) -> WorldModel:
-    """A world model that can predict the episodes of the one at `path`, which has this config."""
+    """Load a world model that can predict the episodes of the one at `path`, which has this config."""
     _refuse_other_env(checkpoint_folder(other), config)
     steps = load_config(None, trusted_settings(checkpoint_folder(other)), inherit=False).rollout.action_steps
     if steps != config.rollout.action_steps:
-        unlike = f"its decisions are {steps} steps long, those of '{path}' {config.rollout.action_steps}"
-        raise UserError(f"'{other}': {unlike}; they cannot be told the same episodes")
+        mismatch = f"rollout.action_steps={steps}, but {config.rollout.action_steps} for '{path}'"
+        raise UserError(f"'{other}': {mismatch}; world models are compared on the same episodes only")
     return load_world_model(other, pick_device(config.device))
 
 
@@ -107,9 +107,9 @@ def _refuse_other_env(checkpoint: Path, config: Config) -> None:
     env.close()
 
     def policy_view(spec: EnvSpec) -> EnvSpec:
-        # segmentation is for measures only
-        shown = {name: kind for name, kind in spec.observation.items() if not name.startswith("segmentation/")}
-        return replace(spec, observation=shown)
+        # policies do not observe the segmentation; only measures read it
+        observed = {name: kind for name, kind in spec.observation.items() if not name.startswith("segmentation/")}
+        return replace(spec, observation=observed)
 
     differences = spec_differences(policy_view(load_spec(checkpoint)), policy_view(env.spec))
     if differences:
@@ -118,13 +118,13 @@ def _refuse_other_env(checkpoint: Path, config: Config) -> None:
 
 def episode_differences(a: Config, b: Config, ignored: tuple[str, ...]) -> list[str]:
     """The settings by which the episodes of two configs differ, without the `ignored` ones of env."""
-    mine, theirs = flatten(a.dump()), flatten(b.dump())
-    keys = [key for key in sorted(mine.keys() | theirs.keys()) if key.startswith("env.") and key not in ignored]
-    unlike = [key for key in keys if mine.get(key) != theirs.get(key)]
+    of_a, of_b = flatten(a.dump()), flatten(b.dump())
+    keys = [key for key in sorted(of_a.keys() | of_b.keys()) if key.startswith("env.") and key not in ignored]
+    differing = [key for key in keys if of_a.get(key) != of_b.get(key)]
     limit = "rollout.max_episode_steps"
-    # null is the env's own limit, which may be the same
-    longer = mine[limit] != theirs[limit] and _limits(a) != _limits(b)
-    return [*unlike, limit] if longer else unlike
+    # null means the limit of the env, which may equal the other limit
+    limits_differ = of_a[limit] != of_b[limit] and _limits(a) != _limits(b)
+    return [*differing, limit] if limits_differ else differing
 
 
 def _limits(config: Config) -> list[int | None]:
@@ -140,6 +140,6 @@ def _limits(config: Config) -> list[int | None]:
 def _progress(checkpoint: Path) -> Progress:
     try:
         return Progress(**load_training_state(checkpoint)["phase"]["progress"])
-    except (CheckpointError, KeyError, TypeError):  # weights alone, or a phase of one's own
+    except (CheckpointError, KeyError, TypeError):  # weights alone, or a user-defined phase
         number = checkpoint.name.rpartition("-")[2]
         return Progress(updates=int(number) if number.isdecimal() else 0)

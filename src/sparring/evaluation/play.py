@@ -1,4 +1,4 @@
-"""Held-out episodes of a policy, from seeds that training never uses, with intervals and a baseline."""
+"""Evaluates a policy on held-out episodes, from seeds that training never uses, with intervals and a baseline."""
 
 import math
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from sparring.policies.random import RandomPolicy
 from sparring.processes.heartbeat import OwnStages
 
 Device = torch.device | str
-NEVER_ENDING = 20_000  # decisions without the end of any episode, after which an evaluation gives up
-WATCHED = 64  # robots that are filmed where that is cheap, to choose from: failures are shown first
+NEVER_ENDING = 20_000  # an evaluation stops after so many decisions without the end of an episode
+WATCHED = 64  # robots recorded if recording is cheap; videos are chosen from them, failures first
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Score:
 
 def wilson(successes: int, episodes: int, z: float = 1.959964) -> _Rate:
     if not 0 <= successes <= episodes or episodes < 1:
-        raise ValueError(f"{successes} successes of {episodes} episodes is not a rate")
+        raise ValueError(f"{successes=}, {episodes=}: expected episodes >= 1 and 0 <= successes <= episodes")
     p = successes / episodes
     centre = p + z * z / (2 * episodes)
     margin = z * math.sqrt(p * (1 - p) / episodes + z * z / (4 * episodes**2))
@@ -56,9 +56,9 @@ def wilson(successes: int, episodes: int, z: float = 1.959964) -> _Rate:
 
 
 def held_out_env(config: Config, device: Device, robots: int | None = None) -> Env:
-    """With `robots` or as many as the run had, rounded up to the same number for each task."""
+    """Make an env with `robots` robots (default: as many as the run had), rounded up to a multiple of the tasks."""
     if OwnStages.now is None:
-        # of a run they are watched already
+        # in a run the watchdog exists already
         OwnStages(1, config.rollout.watchdog_s).watch()
     tasks = len(getattr(config.env, "task", ())) or 1
     robots = -(-(robots or config.rollout.n_envs) // tasks) * tasks
@@ -66,8 +66,8 @@ def held_out_env(config: Config, device: Device, robots: int | None = None) -> E
 
 
 def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[TensorDict, np.ndarray, list[Episode]]]:
-    """Decide until `episodes` episodes are over; robot i plays numbers i, i+N, ..., so every N plays the same ones.
-    Yields each decision `[N]`, the robots whose episodes count in it, and all episodes that it ended."""
+    """Decide until `episodes` episodes have ended; robot i plays numbers i, i+N, ..., so every N plays the same ones.
+    Yields each decision `[N]`, the robots whose current episodes count, and all episodes that it ended."""
     robots = collector.env.num_envs
     quota = np.array([len(range(robot, episodes, robots)) for robot in range(robots)])
     since_last_end = 0
@@ -76,7 +76,7 @@ def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[Te
         td, ended = collector.decide(), collector.drain_episodes()
         since_last_end = 0 if ended else since_last_end + 1
         if since_last_end > NEVER_ENDING:
-            raise UserError(f"no episode ended in {NEVER_ENDING} decisions; give it a limit: rollout.max_episode_steps")
+            raise UserError(f"no episode ended in {NEVER_ENDING} decisions; set rollout.max_episode_steps")
         for episode in ended:
             quota[episode.env] = max(quota[episode.env] - 1, 0)
         yield td, counted, ended
@@ -85,7 +85,7 @@ def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[Te
 def play(
     policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = True, videos: int = 0
 ) -> tuple[list[Episode], list[EpisodeVideo]]:
-    """The episodes in the order in which they ended, and `films` of the robots' first ones, failures first."""
+    """Returns episodes in the order of their ends, and `videos` videos of the robots' first ones, failures first."""
     training = policy.training
     policy.eval()
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
@@ -98,7 +98,7 @@ def play(
 
 
 def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk: int) -> TensorDict:
-    """The transitions of held-out episodes: `[E, T]`, padded with zeros where `mask` is False."""
+    """Returns transitions of held-out episodes `[E, T]`, padded with zeros where `mask` is False."""
     collector = Collector(env, policy, seed, split="eval", chunk=chunk)
     recorded: list[TensorDict] = []
     store: Any = SimpleNamespace(append=lambda rows, **_: recorded.append(rows))
@@ -106,7 +106,7 @@ def held_out_episodes(env: Env, policy: Policy, episodes: int, seed: int, chunk:
     chosen: list[TensorDict] = []
     for td, counted, ended in held_out_decisions(collector, episodes):
         recorder.add(td)
-        # both list ended episodes in the order of the robots
+        # both lists have the ended episodes in the order of the robots
         chosen += [rows for episode, rows in zip(ended, recorded, strict=True) if episode.env in counted]
         recorded.clear()
     steps = torch.tensor([len(rows) for rows in chosen])
@@ -123,11 +123,11 @@ class Evaluation(EvaluationResult):
     scores: dict[str, dict[str, _Score]]  # who -> task -> score
     videos: list[EpisodeVideo]
     spec: EnvSpec
-    no_video_reason: str | None = None  # why there are none although some were asked for
+    no_video_reason: str | None = None  # why requested videos are missing
 
     @classmethod
     def run(cls, config: Config, policy: Policy, device: Device, **shown: Any) -> "Evaluation":
-        """`shown`: greedy, films and both, as of `evaluate`."""
+        """`shown`: `greedy`, `videos` and `both` of `evaluate`."""
         env = held_out_env(config, device)
         chunk, shown["baseline"] = config.rollout.action_steps, config.evaluation.baseline
         try:
@@ -181,8 +181,8 @@ def evaluate(
     videos: int = 0,
     both: bool = False,
 ) -> Evaluation:
-    """`policy` and uniformly random actions on the same held-out episodes; `both`: greedy and sampled actions."""
-    played, shot = play(policy, env, episodes, seed, chunk, greedy, videos)
+    """Play held-out episodes by `policy` and by uniformly random actions; `both`: greedy and sampled actions."""
+    played, recorded = play(policy, env, episodes, seed, chunk, greedy, videos)
     scores = {"policy": _score_by_task(played, env.spec)}
     if greedy and (both or policy.reports_sampled):
         played, _ = play(policy, env, episodes, seed, chunk, greedy=False)
@@ -190,13 +190,13 @@ def evaluate(
     if baseline:
         played, _ = play(RandomPolicy(env.spec, chunk).to(env.device), env, episodes, seed, chunk, greedy=False)
         scores["random"] = _score_by_task(played, env.spec)
-    no_video_reason = why_no_picture(env) if videos and not shot else None
-    return Evaluation(episodes, seed, scores, shot, env.spec, no_video_reason)
+    no_video_reason = why_no_picture(env) if videos and not recorded else None
+    return Evaluation(episodes, seed, scores, recorded, env.spec, no_video_reason)
 
 
 def why_no_picture(env: Env) -> str:
     no_picture = getattr(env.backend, "no_picture", None)
-    return (no_picture and no_picture(0)) or "the env draws nothing: its render() gives None"
+    return (no_picture and no_picture(0)) or "the env renders no images: its render() returns None"
 
 
 def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, _Score]:
@@ -206,7 +206,7 @@ def _score_by_task(episodes: list[Episode], spec: EnvSpec) -> dict[str, _Score]:
         steps = float(np.mean([episode.steps for episode in played]))
         return _Score(success, float(rewards.mean()), float(rewards.std()), steps)
 
-    # several phrasings of one task have one name
+    # phrasings of one task share its name
     tasks = dict.fromkeys(spec.task_names[task] for task in sorted({episode.task for episode in episodes}))
     scores = {task or "task": score([e for e in episodes if spec.task_names[e.task] == task]) for task in tasks}
     return scores | ({"all": score(episodes)} if len(tasks) > 1 else {})

@@ -1,6 +1,6 @@
-"""World-model evaluation on held-out episodes: one decision ahead, in open loop, with shuffled actions, half blind.
+"""World-model evaluation on held-out episodes: one decision ahead, open loop, shuffled actions, an explorer's cameras.
 
-`prediction`: of the model; `copy`: the last frame; `ceiling`: the true next frame through the tokenizer."""
+`prediction`: by the model; `copy`: the last frame; `ceiling`: the true next frame, reconstructed by the tokenizer."""
 
 import math
 import operator
@@ -20,9 +20,9 @@ from sparring.evaluation.play import Device, held_out_episodes
 from sparring.policies.random import ColouredNoise
 from sparring.world_models.world_model import WorldModel
 
-HORIZONS = (1, 5, 10, 20)  # decisions ahead, in open loop
-OBSERVED = 5  # decisions that the model observes before the open loop starts, so that there is something to remember
-ROWS = 32  # episodes at a time
+HORIZONS = (1, 5, 10, 20)  # decisions ahead in open loop
+OBSERVED = 5  # decisions that the model observes before the open loop, which fill its memory
+ROWS = 32  # episodes per batch
 # kinds of pixels of the next frame, see ObjectMasks
 OBJECTS = ("object", "covered_object", "hidden_object", "returning_object")
 _TOKENS = {"accuracy": "all", "accuracy_changed": "changed", "accuracy_copy": "copying the last frame"}
@@ -30,11 +30,13 @@ _PAIR = ("prediction", "copy")
 
 
 def _squared_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`[N, H, W]`: of each pixel, the mean over its colours."""
+    """`[N, H, W]`: squared error of each pixel, the mean over colours."""
     return ((a.float() - b.float()) / 255).square().mean(1)
 
 
 class _Tally:
+    """Sums and counts of named measures."""
+
     def __init__(self):
         self.sums: dict[str, float] = defaultdict(float)
         self.counts: dict[str, int] = defaultdict(int)
@@ -48,12 +50,12 @@ class _Tally:
         return self.sums[name] / self.counts[name] if self.counts[name] else None
 
     def ratio(self, camera: str, name: str, who: str = "prediction") -> float | None:
-        """To the mean of copying; None where either is missing, or that of copying is 0."""
+        """The mean relative to that of copying; None if either is missing, or that of copying is 0."""
         mean, copy = self.mean(f"{camera}/{who}/{name}"), self.mean(f"{camera}/copy/{name}")
         return mean / copy if copy and mean is not None else None
 
     def psnr(self, name: str) -> float | None:
-        """In dB, of the mean squared error over all images; None where it is 0, as JSON has no infinity."""
+        """PSNR in dB of the mean squared error over all images; None if that is 0, because JSON has no infinity."""
         mse = self.mean(name)
         return -10 * math.log10(mse) if mse else None
 
@@ -64,7 +66,7 @@ class _Tally:
 
 @torch.no_grad()
 def _measure(model: WorldModel, episodes: TensorDict) -> dict:
-    """Figures of `episodes [E, T]` (with `mask`), nested, for JSON; None where there was nothing to measure."""
+    """Measure `episodes [E, T]` (with `mask`). Returns a nested dict for JSON, with None for missing values."""
     model.eval()
     tally = _Tally()
     for rows in episodes.split(ROWS):
@@ -80,7 +82,7 @@ def _measure(model: WorldModel, episodes: TensorDict) -> dict:
     figures: dict = {"transitions": int(episodes["mask"].sum())}
     figures["tokens"] = {name: tally.mean(name) for name in (*_TOKENS, "cross_entropy")}
     figures["cameras"] = {camera: _camera_figures(tally, camera) for camera in model.cameras}
-    # by how much a prediction from another robot's action is worse
+    # increase of the error with another robot's action
     gap = _gap(tally.mean("shuffled/cross_entropy"), tally.mean("cross_entropy"))
     gaps = {"cross_entropy_gap": gap, "changed_mse_ratio_gap": {c: _gap(*pair) for c, pair in ratios.items()}}
     hidden = {camera: tally.pixels(camera, "half_blind") for camera in _kept_cameras(model)}
@@ -91,7 +93,7 @@ def _measure(model: WorldModel, episodes: TensorDict) -> dict:
 def _predictions(
     model: WorldModel, rows: TensorDict, without: tuple[str, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, TensorDict, TensorDict]]:
-    """Per decision of `rows [E, T]`: the episodes that go on `[E]` bool, their transitions and predictions `[n]`."""
+    """Yield, per decision of `rows [E, T]`: running episodes `[E]` bool, their transitions and predictions `[n]`."""
     memory = model.empty_memory(len(rows))
     for t in range(rows.shape[1]):
         here = rows["mask"][:, t]
@@ -120,16 +122,16 @@ def _one_ahead(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
             before, after = now["image", camera], following["image", camera]
             moved = changed(before, after)
             tally.add(f"{camera}/changed", moved.float())
-            guesses = {"prediction": image, "copy": before, "ceiling": ceiling["image", camera]}
-            for who, guess in guesses.items():
-                error = _squared_error(guess, after)
+            frames = {"prediction": image, "copy": before, "ceiling": ceiling["image", camera]}
+            for who, frame in frames.items():
+                error = _squared_error(frame, after)
                 tally.add(f"{camera}/{who}/mse", error)
                 tally.add(f"{camera}/{who}/changed_mse", error, moved)
-                tally.add(f"{camera}/{who}/ssim", ssim(guess, after))
+                tally.add(f"{camera}/{who}/ssim", ssim(frame, after))
                 for kind in objects if who in _PAIR else ():
                     tally.add(f"{camera}/{who}/{kind}_mse", error, objects[kind][camera])
         if here.sum() > 1:
-            # the action of another robot at that time, with the memory of the true episode
+            # another robot's action of the same step, with the memory of the true episode
             shuffled = td.clone(False).set("action", td["action"].roll(1, 0))
             tally.add("shuffled/cross_entropy", model.score(shuffled)["error"])
             for camera, image in model.predict(shuffled)["image"].items():
@@ -157,12 +159,12 @@ def _open_loop(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
         if k in HORIZONS:
             for camera, image in predicted["image"].items():
                 after = step["next", "observation", "image", camera]
-                for who, guess in (("prediction", image), ("copy", start["image", camera])):
-                    tally.add(f"{camera}/{who}/open_{k}", _squared_error(guess, after), step["mask"])
+                for who, frame in (("prediction", image), ("copy", start["image", camera])):
+                    tally.add(f"{camera}/{who}/open_{k}", _squared_error(frame, after), step["mask"])
 
 
 def _half_blind(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
-    """With an explorer's cameras alone: pixels of objects that none of them shows now, but one did before."""
+    """Measure with an explorer's cameras only: pixels of objects that none of them shows now, but one did earlier."""
     kept, segmentation = _kept_cameras(model), rows.get(("observation", "segmentation"), None)
     if not kept or segmentation is None:
         return
@@ -171,13 +173,13 @@ def _half_blind(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
         now, after = td["observation"], td["next", "observation"]
         hidden = masks.hidden(now["segmentation"], after["segmentation"], here)
         for camera in kept:
-            for who, guess in (("prediction", predicted), ("copy", now)):
-                error = _squared_error(guess["image", camera], after["image", camera])
+            for who, frames in (("prediction", predicted), ("copy", now)):
+                error = _squared_error(frames["image", camera], after["image", camera])
                 tally.add(f"{camera}/{who}/half_blind", error, hidden[camera])
 
 
 def _kept_cameras(model: WorldModel) -> list[str]:
-    """Those that a half-blind prediction uses; none where the model needs all of them."""
+    """The cameras of the half-blind measure: an explorer's; none if the model needs all cameras."""
     return [camera for camera in model.cameras if model.dispensable and camera not in model.dispensable]
 
 
@@ -192,7 +194,7 @@ def _camera_figures(tally: _Tally, camera: str) -> dict:
 
 
 def _skill(prediction: float | None, copy: float | None, ceiling: float | None) -> float | None:
-    """How much of the way from copying to the ceiling (PSNR); None where the ceiling lies below copying."""
+    """(prediction - copy) / (ceiling - copy) in PSNR; None if the ceiling is not above copying."""
     if prediction is None or copy is None or ceiling is None or ceiling <= copy:
         return None
     return (prediction - copy) / (ceiling - copy)
@@ -224,7 +226,7 @@ class WorldModelEvaluation(EvaluationResult):
     def run(
         cls, config: Config, model: WorldModel, device: Device, against: WorldModel | None = None
     ) -> "WorldModelEvaluation":
-        """With the settings of a run. `against`: another world model, e.g. one without memory, on the same episodes."""
+        """Evaluate with the settings of a run. `against`: another world model on the same episodes."""
         episodes, fps = cls.random_episodes(config, device)
         figures = {"decision_seconds": config.rollout.action_steps / fps} | _measure(model, episodes)
         if against is not None:
@@ -233,7 +235,7 @@ class WorldModelEvaluation(EvaluationResult):
 
     @staticmethod
     def random_episodes(config: Config, device: Device) -> tuple[TensorDict, float]:
-        """Held-out episodes `[E, T]` of a teacher's random actions, and their frames per second."""
+        """Play held-out episodes with a teacher's random actions; returns them `[E, T]`, and the control frequency."""
         rollout, teacher = config.rollout, config.teacher
         env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
         try:
@@ -247,7 +249,7 @@ class WorldModelEvaluation(EvaluationResult):
     @staticmethod
     @torch.no_grad()
     def ratio_by_episode(model: WorldModel, episodes: TensorDict) -> torch.Tensor:
-        """`[E]`: `changed_mse_ratio` of each, over all cameras; nan where nothing changed."""
+        """`[E]`: `changed_mse_ratio` of each episode, over all cameras; nan if no pixel changed."""
         model.eval()
         sums = torch.zeros(2, len(episodes), dtype=torch.float64)  # [prediction | copy, E]
         for rows, own in zip(episodes.split(ROWS), sums.split(ROWS, 1), strict=True):
@@ -255,8 +257,8 @@ class WorldModelEvaluation(EvaluationResult):
                 for camera, image in predicted["image"].items():
                     before, after = td["observation", "image", camera], td["next", "observation", "image", camera]
                     moved = changed(before, after)
-                    for row, guess in enumerate((image, before)):
-                        own[row, here.cpu()] += (_squared_error(guess, after) * moved).flatten(1).sum(1).cpu()
+                    for row, frame in enumerate((image, before)):
+                        own[row, here.cpu()] += (_squared_error(frame, after) * moved).flatten(1).sum(1).cpu()
         return sums[0] / sums[1]
 
     def numbers(self) -> dict[str, float | None]:
@@ -292,11 +294,11 @@ class WorldModelEvaluation(EvaluationResult):
 
     def _sentences(self) -> list[str]:
         tokens, shuffled, blind = (self.figures[part] for part in ("tokens", "shuffled_actions", "half_blind"))
-        shares = ", ".join(f"{words} {_text(tokens[name], '.3f')}" for name, words in _TOKENS.items())
+        shares = ", ".join(f"{label} {_text(tokens[name], '.3f')}" for name, label in _TOKENS.items())
         gaps = ", ".join(f"{camera} {_text(gap, '+.3f')}" for camera, gap in shuffled["changed_mse_ratio_gap"].items())
         lines = [
             f"token accuracy: {shares}; cross-entropy {_text(tokens['cross_entropy'], '.3f')} nats per token",
-            f"told another robot's action: cross-entropy {_text(shuffled['cross_entropy_gap'], '+.3f')}, "
+            f"with another robot's actions: cross-entropy {_text(shuffled['cross_entropy_gap'], '+.3f')}, "
             f"MSE ratio of changed pixels {gaps}",
         ]
         for camera, found in blind["cameras"].items():
@@ -307,12 +309,12 @@ class WorldModelEvaluation(EvaluationResult):
             )
         against = self.figures.get("against", {"cameras": {}})
         for camera, found in against["cameras"].items():
-            worse = [f"{kind.replace('_', ' ')} pixels {_text(found[f'{kind}_mse'], '+.5f')}" for kind in OBJECTS]
+            differences = [f"{kind.replace('_', ' ')} pixels {_text(found[f'{kind}_mse'], '+.5f')}" for kind in OBJECTS]
             if hidden := against["half_blind"]["cameras"].get(camera):
                 error = _text(hidden["hidden_object_mse"], "+.5f")
-                worse.append(f"hidden object pixels without the other cameras {error}")
+                differences.append(f"hidden object pixels without the other cameras {error}")
             ratio = _text(found["changed_mse_ratio"], "+.3f")
-            lines.append(f"how much worse the other is, {camera}: MSE ratio {ratio}; MSE of {', '.join(worse)}")
+            lines.append(f"other model minus this one, {camera}: MSE ratio {ratio}; MSE of {', '.join(differences)}")
         return lines
 
 

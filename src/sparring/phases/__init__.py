@@ -1,4 +1,4 @@
-"""Phases: stages of training, each composed of the same parts."""
+"""Phases: the stages of training, composed of the same parts."""
 
 import difflib
 from typing import Any
@@ -10,14 +10,14 @@ PHASES = {
     "student": "sparring.phases.student:Student",
     "adversarial": "sparring.phases.adversarial:Adversarial",
 }
-# what `sparring train all` runs, in this order
+# the phases of `sparring train all`, in this order
 CHAIN = ("teacher", "student", "adversarial")
 ALIASES = {"phase1": "teacher", "wm": "teacher", "phase2": "student", "explorer": "student"}
 ALIASES |= {"phase3": "adversarial", "adv": "adversarial"}
 
 
 def unknown_phase(name: Any, *more: str) -> str:
-    """What is said of a word that is neither a phase nor one of `more`."""
+    """Returns the error message for a name that is neither a phase nor one of `more`."""
     near = difflib.get_close_matches(str(name), [*PHASES, *more, *ALIASES], n=1, cutoff=0.7)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"this phase is unknown; one of: {', '.join([*PHASES, *more])}{hint}"
+    return f"unknown phase; expected one of: {', '.join([*PHASES, *more])}{hint}"

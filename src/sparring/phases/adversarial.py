@@ -1,4 +1,4 @@
-"""`adversarial`: the world model learns from what the explorer finds, and the explorer seeks what it does not know."""
+"""`adversarial`: the world model learns from the explorer's episodes; the explorer is rewarded for its errors."""
 
 import time
 from collections import defaultdict
@@ -23,48 +23,48 @@ from sparring.rewards.reward_model import with_following
 from sparring.runs.fits import load_part
 from sparring.world_models.world_model import WorldModel
 
-# what is recorded of a transition; `judged` is what the world model of the time made of it
+# recorded keys of a transition; `judged`: its scores by the world model at that time
 _RECORDED = ("observation", "action", "is_first", "next", "judged")
 _READ = ("action", "is_first", "next/reward", "next/executed", "next/terminated", "next/truncated", "next/success")
-# metrics of the world model that the explorer has too
+# metrics of the world model whose names the explorer uses as well
 _NAMES = {"loss": "wm_loss", "lr": "wm_lr", "grad_norm": "wm_grad_norm", "steps_skipped": "wm_steps_skipped"}
 
 
 class _Explorer(Student):
-    """A student whose world model goes on learning, and whose episodes are recorded."""
+    """A student whose world model continues to learn, and whose episodes are recorded."""
 
     replay: EpisodeReplay
 
     @staticmethod
     def algorithm_config(config: Config) -> Section:
-        """With a KL penalty to the student's policy, where there is one."""
+        """The algorithm's section, with a KL penalty to the student's policy if there is one."""
         section, kl_coef = config.algorithm_section, config.adversarial.kl_coef
         if config.adversarial.student is None or not kl_coef:
             return section
         if "kl_coef" not in type(section).model_fields:
             raise UserError(
-                f"adversarial.kl_coef={kl_coef}, but algorithm={config.algorithm} has no kl_coef to keep the explorer "
-                "near the student's policy; give its config one, or set adversarial.kl_coef=0"
+                f"adversarial.kl_coef={kl_coef} needs an algorithm with kl_coef, which keeps the explorer near the "
+                f"student's policy; add it to the config of algorithm={config.algorithm}, or set adversarial.kl_coef=0"
             )
         return section.model_copy(update={"kl_coef": kl_coef})
 
     def add_rewards(self) -> dict[str, float]:
-        # the env's rewards: the world model predicts those, not what the explorer is paid
+        # record the env's rewards: the world model predicts them, not the intrinsic ones
         reward = self.buffer.rollout()["next", "reward"]
-        paid = super().add_rewards()
+        metrics = super().add_rewards()
         rollout = with_following(self.buffer).select(*_RECORDED).exclude(("next", "value"))
         rollout["next", "reward"] = reward
-        # a copy: the recorder keeps it until its episodes end, and the buffer is written to before that
+        # a copy: the recorder keeps it until its episodes end, and the buffer is overwritten before that
         for transition in rollout.clone().unbind(0):
             self.replay.add(transition)
-        return paid
+        return metrics
 
 
 class Adversarial(Phase):
-    """An explorer, a store of what it played, and a world model, taking turns.
+    """Alternates between an explorer and a world model, with a store of the explorer's episodes.
 
-    An update: the explorer plays and learns; then the world model learns from windows of the teacher's random episodes,
-    of all explorers and of the newest. A share of the episodes is set aside (`Generations`).
+    An update: the explorer collects and learns; then the world model learns from windows of the teacher's random
+    episodes, of all explorers' and of the newest episodes. A share of the episodes is held out (`Generations`).
     """
 
     default_limit = ("iterations", 40)
@@ -73,7 +73,7 @@ class Adversarial(Phase):
     evaluation = "world_model"
 
     def __init__(self, config: Config, explorer: _Explorer, world_model: WorldModel, random: EpisodeStore | None):
-        """`random`: the teacher's episodes; None: not replayed."""
+        """`random`: the teacher's episodes; None: they are not replayed."""
         self.config, self.bptt_length = config.adversarial, config.training.bptt_length
         self.explorer, self.world_model, self.random = explorer, world_model, random
         self.env, self.distributed = env, distributed = explorer.env, explorer.distributed
@@ -96,7 +96,7 @@ class Adversarial(Phase):
         rewards = _Explorer.rewards_by(world_model, config, env, distributed)
         explorer = _Explorer.of(config, env, policy, algorithm, distributed, rewards)
         if not env.spec.max_episode_steps:
-            raise UserError("adversarial learns from whole episodes, which have no end; set rollout.max_episode_steps")
+            raise UserError("adversarial needs complete episodes, but there is no limit; set rollout.max_episode_steps")
         random = open_episodes(teacher, key, env, distributed.rank) if settings.replay_random else None
         if settings.student:
             load_part(policy, "policy", settings.student, "adversarial.student", config, env)
@@ -117,7 +117,7 @@ class Adversarial(Phase):
 
     @property
     def learning(self) -> bool:
-        """From its explorer's first rollout on: the explorer learns from each of them."""
+        """True from the explorer's first rollout of this step on: the explorer learns from each of them."""
         return self.explorer.learning
 
     def step(self, fraction: float) -> dict[str, float]:
@@ -127,14 +127,14 @@ class Adversarial(Phase):
         learns = self.learner.gradient_steps >= self.config.warmup_steps
         metrics = _means([self.explorer.turn(fraction, learns) for _ in range(self.config.explorer_updates_per_iter)])
         metrics |= self._learn(fraction)
-        played = self.explorer.progress
+        explorer = self.explorer.progress
         self.progress.updates += 1
-        self.progress.env_steps, self.progress.episodes = played.env_steps, played.episodes
+        self.progress.env_steps, self.progress.episodes = explorer.env_steps, explorer.episodes
         if self.progress.updates % self.config.generation_every == 0:
             metrics |= self._errors_on_generations()
         return metrics
 
-    def pictures(self) -> Prediction | None:
+    def newest_prediction(self) -> Prediction | None:
         rate = self.env.spec.control_hz / self.explorer.collector.chunk
         return self.replay.predict_newest(self.world_model, rate)
 
@@ -152,12 +152,12 @@ class Adversarial(Phase):
         return lost + self.explorer.load_state_dict(state["explorer"], process_state["explorer"])
 
     def close(self) -> None:
-        """End what it has going: the env, the thread that makes batches, the stores' locks on their folders."""
+        """Close the env, end the thread that makes batches and release the locks on folders."""
         self.env.close()
         self.replay.close()
 
     def _learn(self, fraction: float) -> dict[str, float]:
-        # processes step together: all of them must have something to learn from
+        # processes take gradient steps together, so each of them needs an episode
         if self.distributed.max(float(not len(self.replay))):
             return {}
         started = time.perf_counter()
@@ -167,12 +167,12 @@ class Adversarial(Phase):
         return metrics | {"wm_update_seconds": time.perf_counter() - started}
 
     def _errors_on_generations(self) -> dict[str, float]:
-        """The world model on what earlier explorers surprised it with, then and now."""
+        """Errors of the world model on held-out episodes of earlier explorers: at recording time, and now."""
         generations = self.replay.generations
         generations.begin(self.progress.updates // self.config.generation_every)
         self.world_model.eval()
         errors = [generations.errors(self.world_model, store) for store in generations.earlier()]
-        # a process may have set nothing aside so far
+        # a process may not have held out any episode yet
         sums = {"then": sum(e[0] for e in errors), "now": sum(e[1] for e in errors), "count": float(len(errors))}
         sums = self.distributed.mean(sums)
         count = sums.pop("count")
@@ -180,8 +180,8 @@ class Adversarial(Phase):
 
     def _windows(self, store: EpisodeStore, seed: int) -> MixedWindows:
         config = self.config
-        seen = [name for name in self.env.spec.observation if name.partition("/")[0] in ("image", "state", "task")]
-        keys = [*_READ, *(f"{side}observation/{name}" for side in ("", "next/") for name in seen)]
+        inputs = [name for name in self.env.spec.observation if name.partition("/")[0] in ("image", "state", "task")]
+        keys = [*_READ, *(f"{side}observation/{name}" for side in ("", "next/") for name in inputs)]
 
         def windows(store: EpisodeStore, newest: int | None = None) -> ShuffledWindows:
             return ShuffledWindows(store, self.bptt_length, config.burn_in, keys=keys, newest=newest)
@@ -198,4 +198,4 @@ def _means(updates: list[dict[str, float]]) -> dict[str, float]:
     for metrics in updates:
         for name, value in metrics.items():
             values[name].append(value)
-    return {name: sum(of) if name.endswith("_seconds") else fmean(of) for name, of in values.items()}
+    return {name: (sum if name.endswith("_seconds") else fmean)(each) for name, each in values.items()}

@@ -1,4 +1,4 @@
-"""Builds what a phase is made of: env, algorithm, collector and buffer, and what it starts from of earlier runs."""
+"""Builds the parts of a phase: env, algorithm, collector and buffer; loads world models and episodes of other runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +29,9 @@ from sparring.world_models.world_model import WorldModel, make_world_model
 
 @dataclass(frozen=True)
 class _ActorFactory:
-    """Sent to the collecting process of `rollout.mode=async`, and called there: it builds all that acts.
+    """Builds env, policy, collector and buffer in the actor process of `rollout.mode=async`, to which it is sent.
 
-    It stands for `Distributed`, which cannot be sent, where an env is made.
+    `make_training_env` gets it instead of `Distributed`, which cannot be sent.
     """
 
     config: Config
@@ -44,7 +44,8 @@ class _ActorFactory:
         return self.config.seed + self.rank
 
     def __call__(self) -> tuple[Collector | GroupedCollector, RolloutBuffer, Scorer | None]:
-        """With what scores rollouts again before they are stale, for algorithms that have the parity gate."""
+        """Returns collector, buffer, and a scorer for algorithms with the parity gate: it scores rollouts again before
+        they are stale."""
         config = self.config
         env = _build_local_env(config, self)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, self.device).eval()
@@ -58,8 +59,8 @@ class _ActorFactory:
 def build_env(
     config: Config, distributed: Distributed, device: torch.device | None = None
 ) -> Env | GroupedEnv | RemoteEnv:
-    """As many robots as the config asks for, in this process or in one of their own, which acts on `device` (None: that
-    of `distributed`)."""
+    """Build the env of the config, in this process or in an actor process, which acts on `device` (None: that of
+    `distributed`)."""
     if config.rollout.mode == "sync":
         return _build_local_env(config, distributed)
     names = {"env.name": config.env.name, "policy.name": config.policy.name, "algorithm": config.algorithm}
@@ -70,14 +71,15 @@ def build_env(
 
 
 def refuse_of_script(name: str, shown: str, instead: str) -> None:
+    """Raise UserError if the class `name` is defined in the script: the actor process cannot import that."""
     if name.startswith("__main__:"):
-        what = "is defined in the script or notebook itself, which the collecting process cannot import"
+        what = "is defined in the script or notebook itself, which the actor process cannot import"
         raise UserError(f"{shown} {what}; move the class to a module, or use {instead}")
 
 
 def _build_local_env(config: Config, distributed: Distributed | _ActorFactory) -> Env | GroupedEnv:
     rollout = config.rollout
-    process = cast(Distributed, distributed)  # of which it needs what an _ActorFactory has
+    process = cast(Distributed, distributed)  # _ActorFactory has the attributes that envs need
     if rollout.groups > 1:
         return GroupedEnv([make_training_env(config, process, group) for group in range(rollout.groups)])
     env = make_training_env(config, process)
@@ -85,9 +87,9 @@ def _build_local_env(config: Config, distributed: Distributed | _ActorFactory) -
 
 
 def _build_imagined_env(config: Config, env: Env, distributed: Distributed | _ActorFactory) -> ImaginedEnv:
-    """As many robots as in `env`, which is closed, in the imagination of the world model of `rollout.imagined`.
+    """Build an env of as many robots as `env`, simulated by the world model of `rollout.imagined`; closes `env`.
 
-    Episodes begin somewhere in those that the world model learned from.
+    Episodes start at random steps of the episodes from which the world model learned.
     """
     path, rollout = cast(str, config.rollout.imagined), config.rollout
     model = load_teacher(path, "rollout.imagined", config, env).to(distributed.device).requires_grad_(False).eval()
@@ -95,14 +97,14 @@ def _build_imagined_env(config: Config, env: Env, distributed: Distributed | _Ac
     robots = {"first_env": env.first_env, "total_envs": env.total_envs, "group_size": env.group_size}
     decisions = rollout.imagined_decisions
     imagined = ImaginedEnv(model, env.spec, starts, env.num_envs, decisions, device=env.device, **robots)
-    # of the true env, in which evaluations are made
+    # the config of the real env, for evaluations
     imagined.config = env.config
     env.close()
     return imagined
 
 
 def build_algorithm(config: Config, section, policy: Policy, distributed: Distributed):
-    """`section`: the settings of `config.algorithm`, which a phase may have changed."""
+    """`section`: the section of `config.algorithm`, which a phase may have changed."""
     seed = config.seed
     algorithm = build(section, ALGORITHMS, policy, distributed, seed, kind="algorithm", name=config.algorithm)
     if isinstance(algorithm, Algorithm):
@@ -111,7 +113,7 @@ def build_algorithm(config: Config, section, policy: Policy, distributed: Distri
 
 
 def build_collector(config: Config, env: Env | GroupedEnv | RemoteEnv, policy: Policy):
-    """What fills a rollout, and the buffer that holds it."""
+    """Build the collector and the buffer that it fills."""
     rollout = config.rollout
     if rollout.mode == "async":
         folder = Path(config.buffer.folder) if config.buffer.folder else None
@@ -124,7 +126,7 @@ def _build_local_collector(
     config: Config, env: Env | GroupedEnv, policy: Policy
 ) -> tuple[Collector | GroupedCollector, RolloutBuffer]:
     rollout = config.rollout
-    # decisions of a rollout, at most; episodes of each robot in it, where it goes by episodes
+    # maximum number of decisions of a rollout; episodes per robot if rollouts are limited by episodes
     steps, episodes = config.rollout_steps, None
     if rollout.n_episodes_per_batch:
         episodes = rollout.n_episodes_per_batch // rollout.n_envs
@@ -138,7 +140,7 @@ def _build_local_collector(
 
 
 def _build_buffer(config: Config, steps: int) -> RolloutBuffer:
-    """For rollouts of `steps` decisions of each robot; a ring that is too large for RAM lies in the run folder."""
+    """Build a buffer for `steps` decisions per robot; a ring that is too large for RAM is a file in the run folder."""
     buffer = config.buffer
     if buffer.type == "standard":
         return RolloutBuffer(steps)
@@ -149,43 +151,42 @@ def _build_buffer(config: Config, steps: int) -> RolloutBuffer:
 
 def _episode_decisions(config: Config, env: Env | GroupedEnv) -> int:
     if not env.spec.max_episode_steps:
-        advice = "set rollout.max_episode_steps"
-        raise UserError(f"rollout.n_episodes_per_batch: this env does not say how long its episodes may last; {advice}")
+        raise UserError("rollout.n_episodes_per_batch needs an env with a time limit; set rollout.max_episode_steps")
     return -(-env.spec.max_episode_steps // config.rollout.action_steps)
 
 
 def load_teacher(path: str, key: str, config: Config, env: Env) -> WorldModel:
-    """The world model of an earlier run: of the same config, trained in an env like this one.
+    """Load the world model of another run, which must have the same config and an env like this one.
 
-    `key`: the setting that `path` was given as.
+    `key`: the name of the setting with `path`.
     """
     model = make_world_model(config.world_model, env.spec, config.rollout.action_steps)
     load_part(model, "world_model", path, key, config, env)
     if not model.ready:
         raise UserError(
-            f"{key}={path}: that world model is still learning its tokens and foretells nothing yet; train it further "
-            "(the same command goes on), or another one with a smaller world_model.tokenizer_steps"
+            f"{key}={path}: the tokenizer of this world model is not trained yet, so it cannot predict; resume its "
+            "training (the same command again), or train another one with a smaller world_model.tokenizer_steps"
         )
     return model
 
 
 def open_episodes(path: str, key: str, env: Env, rank: int = 0) -> EpisodeStore:
-    """What a world model learned from; of a run of several processes, the episodes of process `rank`.
+    """Open the episodes from which a world model learned; after training in several processes, those of process `rank`.
 
-    Refused where `env` has other instructions: episodes hold them by number.
+    Raises UserError if `env` has other instructions, because episodes contain their indices.
     """
     checkpoint = checkpoint_folder(path)
-    theirs = load_spec(checkpoint).instructions
-    if theirs != env.spec.instructions:
-        shown = [", ".join(repr(text) for text in texts[:3]) for texts in (theirs, env.spec.instructions)]
-        advice = "leave out env.task (it comes with the world model), or train a world model on this task"
+    instructions = load_spec(checkpoint).instructions
+    if instructions != env.spec.instructions:
+        shown = [", ".join(repr(text) for text in texts[:3]) for texts in (instructions, env.spec.instructions)]
+        advice = "remove env.task (the world model determines it), or train a world model on this task"
         raise UserError(f"{key}={path}: its episodes are of other tasks: {shown[0]}, here {shown[1]}; {advice}")
     found = [folder / "episodes" for folder in (checkpoint, checkpoint.parent) if (folder / "episodes").is_dir()]
     if not found:
-        advice = "give the run folder that the world model was trained in"
-        raise UserError(f"{key}={path}: there is no folder 'episodes' with it, of what it learned from; {advice}")
+        advice = "give the run folder in which the world model was trained"
+        raise UserError(f"{key}={path}: there is no folder 'episodes' with its training data; {advice}")
     own = found[0].with_name(f"episodes-{rank}")
     store = EpisodeStore(own if rank and own.is_dir() else found[0], read_only=True)
     if not len(store):
-        raise UserError(f"{key}={path}: there are no episodes in '{store.folder}'; train the world model again")
+        raise UserError(f"{key}={path}: no episodes in '{store.folder}'; train the world model again")
     return store

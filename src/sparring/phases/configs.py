@@ -1,4 +1,4 @@
-"""The `teacher`, `student`, `adversarial`, `imitate`, `training`, `evaluation` and `logging` sections. Torch-free."""
+"""Sections `teacher`, `student`, `adversarial`, `imitate`, `training`, `evaluation`, `logging`. Imports no torch."""
 
 from typing import Annotated, Literal
 
@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from sparring.config.section import Section
 
-# "outputs/demos/lift_d0" and ["outputs/demos/lift_d0"] are the same
+# one name may be given without a list: "outputs/demos/lift_d0" means ["outputs/demos/lift_d0"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Normalization = Literal["mean_std", "min_max", "quantile"]
 
@@ -15,130 +15,134 @@ _Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
 class TeacherConfig(Section):
-    """A world model learns to predict what robots that act at random will see."""
+    """A world model learns to predict the frames of robots with random actions."""
 
     coloured: float = Field(
-        0.5, ge=0, le=1, description="share of the robots whose random actions change slowly; the others' do not"
+        0.5, ge=0, le=1, description="share of robots with correlated random actions; the others' are uncorrelated"
     )
     correlation: float = Field(
-        0.95, ge=0, lt=1, description="of a slow action with the one a step before; 0: none, as of the other robots"
+        0.95, ge=0, lt=1, description="correlation of successive actions of these robots; 0: uncorrelated"
     )
-    gradient_steps: int = Field(250, gt=0, description="of an update, after rollout.steps decisions of each robot")
+    gradient_steps: int = Field(
+        250, gt=0, description="gradient steps of an update, after rollout.steps decisions per robot"
+    )
     batch_size: int = Field(4, gt=0, description="windows of training.bptt_length decisions per gradient step")
-    learning_rate: float = Field(3e-3, gt=0, description="at the start; falls to 0 over the run")
+    learning_rate: float = Field(3e-3, gt=0, description="initial learning rate; decays to 0 over the run")
     sequential: bool = Field(
-        False, description="windows in time order, memory carried along; false: from anywhere, rebuilt by burn_in"
+        False, description="windows in time order with carried memory; false: random windows, memory from burn_in"
     )
-    burn_in: int = Field(6, ge=0, description="decisions before a window that rebuild the memory, if not sequential")
-    max_gb: float = Field(8.0, gt=0, description="of episodes on disk, on each process; the oldest go beyond that")
+    burn_in: int = Field(6, ge=0, description="decisions before a window that fill the memory, if not sequential")
+    max_gb: float = Field(8.0, gt=0, description="limit of episodes on disk per process, in GB; removes the oldest")
 
 
 class ImitateConfig(Section):
-    """Behaviour cloning: learn to do what demonstrators did."""
+    """Behaviour cloning: the policy learns to reproduce demonstrated actions."""
 
-    demos: Names = Field((), description="folder(s) of demonstrations, as `sparring demos` writes them")
-    episodes: int | None = Field(None, gt=0, description="use only the first so many of each folder; null: all")
-    batch_size: int = Field(256, gt=0, description="demonstrated steps per gradient step, on each process")
-    learning_rate: float = Field(1e-3, gt=0, description="at the start")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="how it falls to 0")
-    weight_decay: float = Field(1e-4, ge=0, description="how fast weights that nothing asks for shrink (AdamW)")
+    demos: Names = Field((), description="folder(s) of demonstrations, e.g. from `sparring demos`")
+    episodes: int | None = Field(None, gt=0, description="number of episodes used from each folder; null: all")
+    batch_size: int = Field(256, gt=0, description="demonstrated steps per gradient step and process")
+    learning_rate: float = Field(1e-3, gt=0, description="initial learning rate")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="decay of the learning rate")
+    weight_decay: float = Field(1e-4, ge=0, description="weight decay of AdamW")
     steps_per_update: int = Field(100, gt=0, description="gradient steps of an update, after which metrics are written")
     normalization: Normalization = Field(
-        "min_max", description="what scales the actions, where the policy does; quantile: 1 % to 99 %"
+        "min_max", description="scaling of actions, if the policy scales them; quantile: 1 % to 99 %"
     )
-    state_normalization: Normalization = Field("mean_std", description="the same of the state")
+    state_normalization: Normalization = Field("mean_std", description="scaling of the state")
     ema: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="decay of averaged weights, then what is saved and evaluated, e.g. 0.999; null: off",
+        description="decay of averaged weights, which are saved and evaluated, e.g. 0.999; null: off",
     )
-    image_augmentation: int = Field(0, ge=0, description="pictures are shifted by up to so many pixels; 0: not at all")
+    image_augmentation: int = Field(0, ge=0, description="maximum random shift of images in pixels; 0: off")
 
 
 class StudentConfig(Section):
-    """An explorer is paid for what the teacher's world model does not know yet."""
+    """An explorer learns from intrinsic rewards: the errors and uncertainty of the teacher's world model."""
 
     teacher: str | None = Field(None, description="run folder or checkpoint of `sparring train teacher`")
-    cameras: Names = Field(("wrist",), description="what the explorer sees; the world model sees all of env.cameras")
+    cameras: Names = Field(("wrist",), description="cameras of the explorer; the world model uses all of env.cameras")
 
 
 class AdversarialConfig(Section):
-    """World model and explorer train each other: one learns to foretell what the other finds to surprise it."""
+    """World model and explorer train in turn: one learns from episodes of the other, which learns from its errors."""
 
     teacher: str | None = Field(None, description="run folder of `sparring train teacher`, with its episodes")
     student: str | None = Field(
         None, description="run folder or checkpoint of `sparring train student`; null: a new explorer"
     )
-    wm_updates_per_iter: int = Field(100, gt=0, description="gradient steps of the world model in an update")
+    wm_updates_per_iter: int = Field(100, gt=0, description="gradient steps of the world model per update")
     explorer_updates_per_iter: int = Field(
-        1, gt=0, description="rollouts in an update, and updates of the explorer, one from each"
+        1, gt=0, description="rollouts per update; the explorer is updated after each of them"
     )
     warmup_steps: int = Field(
-        200, ge=0, description="first gradient steps, in which the world model alone learns while the explorer acts"
+        200, ge=0, description="gradient steps of the world model before the explorer starts to learn"
     )
     learning_rate: float = Field(
-        1e-3, gt=0, description="of the world model, at the start; falls to 0 over the run; explorer: ppo.policy_lr"
+        1e-3, gt=0, description="initial learning rate of the world model; decays to 0; explorer: ppo.policy_lr"
     )
     batch_size: int = Field(4, gt=0, description="windows of training.bptt_length decisions per gradient step")
-    burn_in: int = Field(6, ge=0, description="decisions before a window that rebuild the memory")
+    burn_in: int = Field(6, ge=0, description="decisions before a window that fill the memory")
     replay_random: float = Field(0.4, ge=0, description="weight of the teacher's episodes among the windows")
     replay_past: float = Field(0.3, ge=0, description="weight of the episodes of all explorers of this run")
-    replay_newest: float = Field(0.3, ge=0, description="weight of the newest episodes, one of each robot")
-    kl_coef: float = Field(0.02, ge=0, description="weight of the KL to the student's policy; 0: no leash")
-    generation_every: int = Field(10, gt=0, description="updates of a generation of explorers")
-    held_out: float = Field(0.125, ge=0, lt=1, description="share of the episodes that is never trained on")
-    max_gb: float = Field(8.0, gt=0, description="of episodes on disk, on each process; the oldest go beyond that")
+    replay_newest: float = Field(0.3, ge=0, description="weight of the newest episodes, one per robot and rollout")
+    kl_coef: float = Field(0.02, ge=0, description="weight of the KL divergence from the student's policy; 0: none")
+    generation_every: int = Field(10, gt=0, description="updates per generation of explorers")
+    held_out: float = Field(0.125, ge=0, lt=1, description="share of episodes that are never trained on")
+    max_gb: float = Field(8.0, gt=0, description="limit of episodes on disk per process, in GB; removes the oldest")
 
 
 class TrainingConfig(Section):
-    """How long a run lasts and how often it speaks. Training ends at the first limit that is reached."""
+    """Length of a run, and intervals of checkpoints and metrics. Training ends at the first limit that is reached."""
 
     total_timesteps: int | None = Field(
         None,
         gt=0,
-        description="env steps over all robots and processes; null: 150000 (finetune) or 192000 (student) if nothing "
-        "else limits the run",
+        description="limit of env steps over all robots and processes; null: 150000 (finetune) or 192000 (student) if "
+        "no other limit is set",
     )
-    num_episodes: int | None = Field(None, gt=0, description="episodes over all robots and processes; null: no limit")
+    num_episodes: int | None = Field(
+        None, gt=0, description="limit of episodes over all robots and processes; null: none"
+    )
     iterations: int | None = Field(
-        None, gt=0, description="updates; null: imitate 20, teacher 24, adversarial 40 if nothing else limits the run"
+        None, gt=0, description="limit of updates; null: imitate 20, teacher 24, adversarial 40 if no other is set"
     )
     bptt_length: int = Field(
-        8, gt=0, description="decisions that a world model's gradients pass through at once, back through its memory"
+        8, gt=0, description="decisions through which a world model's gradients are backpropagated"
     )
     save_every: int = Field(50, gt=0, description="updates between checkpoints; the last state is always saved")
-    keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints that are kept")
-    log_every: int = Field(1, gt=0, description="updates between lines of metrics")
+    keep_checkpoints: int = Field(2, gt=0, description="number of checkpoints to keep; older ones are removed")
+    log_every: int = Field(1, gt=0, description="updates between rows of metrics")
     skip_nonfinite_steps: int = Field(
-        0, ge=0, description="gradient steps of an update that are left out if NaN or infinite; one more ends it"
+        0, ge=0, description="gradient steps per update that may be skipped if NaN or infinite; one more ends training"
     )
 
 
 class EvaluationConfig(Section):
-    """Held-out episodes, with their own seeds."""
+    """Held-out episodes, with seeds that training never uses."""
 
-    episodes: int = Field(100, gt=0, description="episodes of an evaluation, exactly")
+    episodes: int = Field(100, gt=0, description="exact number of episodes of an evaluation")
     every: int = Field(0, ge=0, description="updates between evaluations during training; 0: only at the end")
-    baseline: bool = Field(True, description="evaluate random actions on the same seeds beside the policy")
+    baseline: bool = Field(True, description="also evaluate random actions on the same seeds")
 
 
 class LoggingConfig(Section):
-    """What is said where."""
+    """Destinations and levels of messages, metrics and videos."""
 
-    console_level: _Level = Field("INFO", description="least important message shown on the console")
-    file_level: _Level = Field("DEBUG", description="least important message kept in the run folder's logs")
-    enable_file_logging: bool = Field(True, description="keep logs in the run folder")
-    tensorboard: bool = Field(False, description="numbers for TensorBoard too; extra `tensorboard`")
+    console_level: _Level = Field("INFO", description="lowest level of messages on the console")
+    file_level: _Level = Field("DEBUG", description="lowest level of messages in the run folder's logs")
+    enable_file_logging: bool = Field(True, description="write logs to the run folder")
+    tensorboard: bool = Field(False, description="write metrics for TensorBoard as well; needs extra `tensorboard`")
     mode: Literal["online", "offline", "disabled"] = Field(
-        "disabled", description="Weights & Biases, extra `wandb`; offline: kept for `wandb sync`"
+        "disabled", description="Weights & Biases, needs extra `wandb`; offline: files for `wandb sync`"
     )
     project: str = Field("sparring", min_length=1, description="project in Weights & Biases")
-    name: str | None = Field(None, description="name of the run in Weights & Biases; null: its folder's")
+    name: str | None = Field(None, description="name of the run in Weights & Biases; null: name of the run folder")
     video_share: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="share of a run's time that making videos may take; evaluations are filmed anyway; 1: no limit",
+        description="maximum share of a run's time for videos; those of evaluations are exempt; 1: no limit",
     )
-    rerun: bool = Field(False, description="also keep what is filmed as recording.rrd, for the Rerun viewer")
+    rerun: bool = Field(False, description="also write videos as recording.rrd, for the Rerun viewer")

@@ -1,4 +1,4 @@
-"""`finetune`: task RL. Collect a rollout, update the policy, repeat."""
+"""`finetune`: reinforcement learning on a task. Collect a rollout, update the policy, repeat."""
 
 import time
 from dataclasses import asdict
@@ -23,11 +23,11 @@ from sparring.world_models.imagined_env import ImaginedEnv
 
 
 class Finetune(Phase):
-    """An env, a policy and an algorithm, taking turns. Where there are `rewards`, they write what it learns from."""
+    """Alternates between rollouts and updates. `rewards`, if given, replace the env's rewards or add to them."""
 
     default_limit = ("total_timesteps", 150_000)
     accuracy = "success_rate"
-    # the first rollouts of a run, whose timeline has every stage; later ones have the outlines only
+    # number of first updates whose timeline has every stage; later ones have the main stages only
     detailed_updates = 20
 
     def __init__(
@@ -40,13 +40,13 @@ class Finetune(Phase):
         collector=None,
         rewards: RewardModel | AddedRewards | None = None,
     ):
-        # what acts and what is scored must be the same: no dropout
+        # eval mode: dropout would make acting and scoring differ
         self.model = self.policy = policy.eval()
         self.env, self.algorithm, self.distributed = env, algorithm, distributed
         self.buffer, self.rewards = buffer, rewards
         self.collector = collector or Collector(env, policy, seed=0)
         if isinstance(algorithm, Algorithm):
-            # it may have learned before
+            # the algorithm may have made updates already
             self.collector.version = algorithm.version
         self.stopwatch = Stopwatch("learner")
         self.spans: list[Span] = []
@@ -60,7 +60,7 @@ class Finetune(Phase):
 
     @classmethod
     def build_learner(cls, config: Config, distributed: Distributed) -> tuple:
-        """Env, policy and algorithm."""
+        """Build env, policy and algorithm."""
         env = build_env(config, distributed)
         spec = cls.policy_spec(config, env.spec)
         policy = make_policy(config.policy, spec, config.rollout.action_steps, distributed.device)
@@ -76,7 +76,7 @@ class Finetune(Phase):
         distributed: Distributed,
         rewards: RewardModel | AddedRewards | None = None,
     ) -> Self:
-        """From parts that exist already; the config says how they make rollouts."""
+        """Create the phase from existing parts; the config determines how rollouts are collected."""
         if config.rollout.mode == "async" and config.rollout.staleness and isinstance(algorithm, Algorithm):
             algorithm.expect_stale()
         collector, buffer = build_collector(config, env, policy)
@@ -84,7 +84,7 @@ class Finetune(Phase):
 
     @staticmethod
     def policy_spec(config: Config, spec: EnvSpec) -> EnvSpec:
-        """What the policy sees of what the env shows."""
+        """The policy's part of the env's observations."""
         return spec
 
     @staticmethod
@@ -93,7 +93,7 @@ class Finetune(Phase):
 
     @staticmethod
     def build_rewards(config: Config, env: Env, distributed: Distributed) -> RewardModel | AddedRewards | None:
-        """What is rewarded beside what the env rewards, or instead of it."""
+        """Build the rewards that are added to those of the env or replace them."""
         if not config.rewards.terms:
             return None
         return AddedRewards(config.rewards, env, config.rollout.action_steps, distributed)
@@ -109,16 +109,16 @@ class Finetune(Phase):
         return self.turn(fraction)
 
     def turn(self, fraction: float, learns: bool = True) -> dict[str, float]:
-        """A rollout with its rewards and, where it `learns`, an update from it."""
+        """Collect a rollout with its rewards and, if `learns`, update the policy from it."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
         if learns and isinstance(self.algorithm, Algorithm) and self.policy.wants_statistics:
             self._warm_up()
         with fail_together(self.distributed):
             stages = self.collect()
-        # rewards learn, too, but for those that are only added
+        # reward models learn as well; added rewards do not
         self.learning = not isinstance(self.rewards, AddedRewards)
         collected = self.add_rewards() | {"collect_seconds": time.perf_counter() - started} | stages
-        # chunks and episodes may end early, in some processes more than in others
+        # sum over processes: chunks and episodes may end early, in some processes more often
         self.progress.env_steps += sum(self.distributed.gather_objects([self.collector.env_steps - steps_before]))
         episodes = self.distributed.gather_objects(self.collector.drain_episodes())
         self.progress.episodes += len(episodes)
@@ -132,18 +132,18 @@ class Finetune(Phase):
         return metrics | {"update_seconds": time.perf_counter() - started} | collected
 
     def collect(self) -> dict[str, float]:
-        """Fill the buffer with a rollout; the seconds of its stages."""
+        """Fill the buffer with a rollout; returns the seconds of its stages."""
         self.collector.collect(self.buffer)
-        figures, spans = self.collector.drain_stages()
+        seconds, spans = self.collector.drain_stages()
         self.spans += spans
-        return figures
+        return seconds
 
     def _warm_up(self) -> None:
-        """Fit the policy's normalisers to a first rollout: fitted after an update, they would undo a part of it."""
+        """Fit the policy's normalisers to a first rollout: fitting them after an update would undo a part of it."""
         with fail_together(self.distributed):
             self.collect()
         self._check_remote_parity()
-        # what judges and records rollouts must see all of them: its memories and episodes go on in the next one
+        # reward models and recorders need every rollout: their memories and episodes continue in the next one
         self.learning = True
         self.add_rewards()
         self.algorithm.warm_up(self.buffer.rollout())
@@ -154,11 +154,11 @@ class Finetune(Phase):
         return self.rewards.write_rewards(self.buffer) if self.rewards else {}
 
     def learn(self, fraction: float) -> dict[str, float]:
-        """An update from the rollout in the buffer."""
+        """Update the policy from the rollout in the buffer."""
         with self.stopwatch.stage("learn", self.collector.version):
             measured = self._check_remote_parity()
             metrics = self.algorithm.update(self.buffer.rollout(), fraction)
-            # each compares what the other cannot
+            # the maximum of both parity gates: each one checks what the other cannot
             metrics |= {name: max(metrics.get(name, 0.0), value) for name, value in measured.items()}
             metrics |= {"parity_skipped": 0.0} if measured else {}
         self.spans += self.stopwatch.drain()[1]
@@ -168,7 +168,7 @@ class Finetune(Phase):
         return metrics
 
     def _check_remote_parity(self) -> dict[str, float]:
-        """The collecting process scored its rollout again by the weights that made it; the gate judges that here."""
+        """Pass the drift measured by the actor process, which scored with the acting weights, to the parity gate."""
         if self.collector.parity is None:
             return {}
         parity = self.algorithm.gate(self.collector.parity)
@@ -182,8 +182,8 @@ class Finetune(Phase):
 
     def drain_spans(self) -> list[Span]:
         spans, self.spans = self.spans, []
-        in_full = self.progress.updates <= self.detailed_updates
-        return spans if in_full else [span for span in spans if span.stage in ("collect", "wait", "learn")]
+        detailed = self.progress.updates <= self.detailed_updates
+        return spans if detailed else [span for span in spans if span.stage in ("collect", "wait", "learn")]
 
     def state_dict(self) -> dict:
         state = {"progress": asdict(self.progress), "algorithm": self.algorithm.state_dict()}
@@ -200,12 +200,12 @@ class Finetune(Phase):
             self.rewards.load_state_dict(state["rewards"], process_state["rewards"])
         if self.collector.load_state_dict(process_state["collector"]):
             return []
-        # new seeds for the new episodes: the old ones were used
+        # new seeds for the new episodes, because the old ones were used
         self.collector.reseed(self.progress.updates)
-        return ["the env cannot be put back to where it was; its robots start new episodes"]
+        return ["the state of the env cannot be restored; its robots start new episodes"]
 
     def episode_metrics(self, episodes: list[Episode]) -> dict[str, float]:
-        """Means over the episodes that ended; nothing where none did."""
+        """Returns means over the episodes that ended; empty if there are none."""
         if not episodes:
             return {}
         names = {"episode_reward": "reward", "episode_length": "steps"}

@@ -1,4 +1,4 @@
-"""`imitate`: behaviour cloning. Draw demonstrated chunks, learn to do the same, repeat."""
+"""`imitate`: behaviour cloning. Draw demonstrated chunks, learn to reproduce them, repeat."""
 
 import copy
 import logging
@@ -26,13 +26,13 @@ from sparring.processes.distributed import Distributed
 from sparring.processes.memory import explain_oom
 
 log = logging.getLogger(__name__)
-# demonstrated steps in a forward pass that computes memories
+# demonstrated steps per forward pass that computes memories
 _AT_ONCE = 1024
 MAX_GRAD_NORM = 1.0
 
 
 class Imitate(Phase):
-    """Demonstrations and a policy. The env only says what it shows and accepts; nothing acts in it."""
+    """Trains a policy from demonstrations. The env gives only shapes of observations and actions; it takes no step."""
 
     default_limit = ("iterations", 20)
     model: Policy
@@ -47,34 +47,34 @@ class Imitate(Phase):
         seed: int,
         updates: int = default_limit[1],
     ):
-        """`updates`: of the whole run, to tell how long it takes."""
+        """`updates`: number of updates of the run, for the estimate of its duration."""
         if type(policy).imitation_loss is Policy.imitation_loss:
-            raise UserError(f"{type(policy).__name__} cannot imitate: it has no imitation_loss()")
+            raise UserError(f"{type(policy).__name__} has no imitation_loss(), which `imitate` needs; implement it")
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
         self.distributed, self.seed = distributed, seed
-        # what is saved and evaluated: the weights' average where one is kept, else they themselves
+        # saved and evaluated: the averaged weights if imitate.ema is set, else the weights
         with explain_oom("allocating gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
             self.model = policy if config.ema is None else copy.deepcopy(policy).requires_grad_(False)
-            # demonstrations teach a critic nothing, and weight decay must not change it
+            # only the actor: demonstrations do not train a critic, and weight decay must not change it
             groups = [{"params": policy.actor_parameters(), "lr": config.learning_rate}]
             adamw, decay = torch.optim.AdamW, config.weight_decay
             rate = f"imitate.learning_rate={config.learning_rate:g}"
             self.optimizer = GradientStep(groups, distributed, MAX_GRAD_NORM, rate, adamw, weight_decay=decay)
-        # each process draws its own
+        # each process draws its own batches
         self.batches = BatchBuilder(chunks, config.batch_size, seed * 1009 + distributed.rank, distributed.device)
-        # [F, M]: of each demonstrated step, worked out when first needed
+        # [F, M]: memory of each demonstrated step, computed at first use
         self._memory: torch.Tensor | None = None
         self.gradient_steps = 0
         self.progress = Progress()
         self.updates = updates
-        # when this process had made its first gradient step, and gradient steps since then; None: it was told how long
+        # time of this process's first gradient step, and gradient steps since then; None: the estimate was logged
         self._pace: tuple[float, int] | None = (0.0, -1)
 
     @classmethod
     def from_config(cls, config: Config, distributed: Distributed) -> "Imitate":
         env = make_env(config.env, 1, config.rollout.max_episode_steps, distributed.device)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, distributed.device)
-        demonstrations = [_open(folder, config.env, env.spec) for folder in config.imitate.demos]
+        demonstrations = [_open_dataset(folder, config.env, env.spec) for folder in config.imitate.demos]
         _check_padded_states(demonstrations, config.env)
         chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
         updates = config.training.iterations or cls.default_limit[1]
@@ -85,17 +85,17 @@ class Imitate(Phase):
     @property
     def learns_from(self) -> str:
         folders = ", ".join(map(_described, self.chunks.demonstrations))
-        return f"{self.chunks.episodes} demonstrations ({len(self.chunks):,} steps) of {folders}, from {self._seen}"
+        return f"{self.chunks.episodes} demonstrations ({len(self.chunks):,} steps) of {folders}, from {self._inputs}"
 
     @property
-    def _seen(self) -> str:
-        """What a decision is made from, for people to read."""
+    def _inputs(self) -> str:
+        """The inputs of the policy as text."""
         shapes = [shape for name, (shape, _) in self.env.spec.observation.items() if name.startswith("image/")]
-        # [3, 64, 64] -> 64, [3, 48, 64] -> 48x64; each once
+        # [3, 64, 64] -> 64, [3, 48, 64] -> 48x64; each size once
         sizes = " and ".join(dict.fromkeys("x".join(map(str, dict.fromkeys(shape[1:]))) for shape in shapes))
         images = f"images ({len(shapes)} camera{'s'[: len(shapes) > 1]}, {sizes} px)" if shapes else ""
-        seen = [images, *(name for name in ("state", "points") if name in self.env.spec.observation)]
-        return " and ".join(filter(None, seen))
+        inputs = [images, *(name for name in ("state", "points") if name in self.env.spec.observation)]
+        return " and ".join(filter(None, inputs))
 
     def step(self, fraction: float) -> dict[str, float]:
         started = time.perf_counter()
@@ -110,7 +110,7 @@ class Imitate(Phase):
                 numbers = self._gradient_step()
             steps.append(numbers)
             if self._pace is not None:
-                self._say_how_long(number + 1, numbers["loss"])
+                self._log_duration(number + 1, numbers["loss"])
         self.policy.eval()
         self.progress.updates += 1
         sums: dict[str, torch.Tensor | float] = defaultdict(float)
@@ -124,10 +124,11 @@ class Imitate(Phase):
         means |= {"steps_skipped": float(left_out)} if self.optimizer.skips else {}
         return self.distributed.mean(means) | {"lr": lr, "update_seconds": time.perf_counter() - started}
 
-    def _say_how_long(self, made: int, loss: torch.Tensor) -> None:
-        """Once, after a second of gradient steps, not counting the first, or at the end of an update. `made`: of it."""
+    def _log_duration(self, made: int, loss: torch.Tensor) -> None:
+        """Log the estimated duration once, after a second of gradient steps (without the first) or at the end of the
+        update. `made`: gradient steps of this update so far."""
         assert self._pace is not None
-        float(loss)  # a GPU is done with the step only now
+        float(loss)  # waits for the GPU
         self._pace = since, steps = self._pace[0] or time.perf_counter(), self._pace[1] + 1
         seconds, each = time.perf_counter() - since, self.config.steps_per_update
         if not steps or (seconds < 1 and made < each):
@@ -135,19 +136,19 @@ class Imitate(Phase):
         self._pace = None
         left = self.updates - self.progress.updates
         total = max(seconds / steps * (left * each - made) + seconds, 1)
-        long = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
-        log.info("imitating from %s: about %s for %s updates on this machine", self._seen, long, left)
-        # where objects are is recorded, and the policy does not see it
+        duration = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
+        log.info("imitating from %s: about %s for %s updates on this machine", self._inputs, duration, left)
+        # the dataset has the poses of objects, and the policy does not observe them
         recorded = any("observation.privileged" in each.dataset.columns for each in self.chunks.demonstrations)
-        instead = "without images" if "images" in self._seen else "not from the robot's state alone"
-        if recorded and ("images" in self._seen or "privileged" in self.env.spec.observation):
-            log.info("%s, from the poses of objects: env.object_state=state env.cameras=[]", instead)
+        how = "instead of images" if "images" in self._inputs else "in addition to the robot's state"
+        if recorded and ("images" in self._inputs or "privileged" in self.env.spec.observation):
+            log.info("to imitate from the poses of objects %s: env.object_state=state env.cameras=[]", how)
 
     def state_dict(self) -> dict:
         state: dict = {"progress": asdict(self.progress), "optimizer": self.optimizer.state_dict()}
         state["gradient_steps"] = self.gradient_steps
         if self.model is not self.policy:
-            # cloned: parameters are views of one vector, which would be saved whole with each of them
+            # cloned: parameters are views of one vector, and saving a view saves the whole vector
             state["policy"] = {name: tensor.detach().clone() for name, tensor in self.policy.state_dict().items()}
         return state
 
@@ -164,8 +165,8 @@ class Imitate(Phase):
         return []
 
     def _begin(self) -> None:
-        """All processes, and the average, start from the same weights."""
-        # only now that pretrained weights are there: those that imitated before bring their own statistics
+        """Fit the normalisers; give all processes and the average the same weights."""
+        # here, after pretrained weights are loaded: weights from imitation keep their own statistics
         config = self.config
         self.model.fit_normalizers(self.chunks.statistics(), config.state_normalization, config.normalization)
         if self.model is not self.policy:
@@ -180,13 +181,13 @@ class Imitate(Phase):
         batch = next(self.batches)
         if self.policy.memory_size:
             if self._memory is None:
-                # normalisers are fitted by now, and stay as they are
+                # the normalisers are fitted and do not change any more
                 self._memory = _memory_at_steps(self.policy, self.chunks, self.distributed.device)
             batch.set(POLICY_MEMORY, self._memory[batch["step"]])
         pixels, images = self.config.image_augmentation, batch["observation"].get("image", None)
         if pixels and images is not None:
-            for camera, pictures in images.items():
-                images[camera] = _shifted(pictures, pixels, generator)
+            for camera, frames in images.items():
+                images[camera] = _shifted(frames, pixels, generator)
         loss, numbers = self.policy.imitation_loss(batch, generator)
         norm = self.optimizer(batch, loss)
         self.gradient_steps += 1
@@ -197,7 +198,7 @@ class Imitate(Phase):
     def _update_ema(self) -> None:
         if self.model is self.policy:
             return
-        # an average of few weights forgets its random start sooner
+        # a smaller decay at first, so that the random initial weights lose their influence sooner
         assert self.config.ema is not None
         decay = min(self.config.ema, self.gradient_steps / (self.gradient_steps + 10))
         for average, now in zip(self.model.parameters(), self.policy.parameters(), strict=True):
@@ -208,15 +209,15 @@ class Imitate(Phase):
 
 @torch.no_grad()
 def _memory_at_steps(policy: Policy, chunks: ActionChunks, device: torch.device) -> torch.Tensor:
-    """`memory/policy` [F, M] as it would enter a decision at each of the F demonstrated steps.
+    """Compute `memory/policy` [F, M] before a decision at each of the F demonstrated steps.
 
-    A policy decides every C steps: before step t it did at t - C, t - 2 C and so on, and first of all at step 0.
+    A policy decides every C steps: before step t it decided at steps t - C, t - 2 C and so on, and first at step 0.
     """
     memory = torch.zeros(len(chunks), policy.memory_size, device=device)
     after = torch.zeros_like(memory)
     first, lengths = chunks.first_steps, chunks.episode_lengths
     for t in range(int(lengths.max())):
-        # in episodes that last so long
+        # step t of the episodes that are long enough
         steps = first[lengths > t] + t
         if t:
             memory[steps] = after[steps - min(t, policy.chunk)]
@@ -227,21 +228,21 @@ def _memory_at_steps(policy: Policy, chunks: ActionChunks, device: torch.device)
     return memory
 
 
-def _shifted(pictures: torch.Tensor, pixels: int, generator: torch.Generator) -> torch.Tensor:
-    """`[B, 3, H, W]`, each moved by its own whole number of pixels, up to `pixels`, the border repeated."""
-    count, _, height, width = pictures.shape
-    moved = torch.randint(-pixels, pixels + 1, (2, count, 1), generator=generator, device=pictures.device)
-    rows = (torch.arange(height, device=pictures.device) + moved[0]).clamp(0, height - 1)
-    columns = (torch.arange(width, device=pictures.device) + moved[1]).clamp(0, width - 1)
-    each = torch.arange(count, device=pictures.device)[:, None, None]
+def _shifted(images: torch.Tensor, pixels: int, generator: torch.Generator) -> torch.Tensor:
+    """Shift each of `[B, 3, H, W]` by a random whole number of pixels, at most `pixels`; the border is repeated."""
+    count, _, height, width = images.shape
+    shift = torch.randint(-pixels, pixels + 1, (2, count, 1), generator=generator, device=images.device)
+    rows = (torch.arange(height, device=images.device) + shift[0]).clamp(0, height - 1)
+    columns = (torch.arange(width, device=images.device) + shift[1]).clamp(0, width - 1)
+    each = torch.arange(count, device=images.device)[:, None, None]
     # [B, H, W, 3] -> [B, 3, H, W]: indices on both sides of a slice put their dims first
-    return pictures[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
-def _open(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
-    """A dataset that fits the env, or what does not."""
+def _open_dataset(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
+    """Open a dataset; raises DatasetError with the differences if it does not fit the env."""
     cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
-    # envs of others may say neither how they are controlled nor that they pad
+    # the config of a third-party env may have neither control_mode nor pad_state
     padded = getattr(env_config, "pad_state", 0)
     expected: dict = {"action_dim": spec.action_dim - spec.action_padding, "fps": spec.control_hz}
     if "state" in spec.observation and not padded:
@@ -252,28 +253,29 @@ def _open(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
 
 
 def _described(demos: Demonstrations) -> str:
-    """Its folder; and what its pictures are scaled to, which are not what the env will show then."""
+    """The folder, and the scaling of its images if any: scaled images differ from those of the env."""
     shapes = zip(demos.recorded_shapes.values(), demos.image_shapes.values(), strict=True)
     scaled = {f"{before[0]}x{before[1]} to {now[0]}x{now[1]} pixels" for before, now in shapes if before != now}
-    return f"{demos.path}" + (f", its pictures scaled from {', '.join(sorted(scaled))}" if scaled else "")
+    return f"{demos.path}" + (f", images scaled from {', '.join(sorted(scaled))}" if scaled else "")
 
 
 def _check_padded_states(demonstrations: list[Demonstrations], env_config: Section) -> None:
-    """Padded, the states of any dataset would fit; they must also be about the same things."""
+    """Raise DatasetError if states have other contents; by padding, the states of every dataset have the same size."""
     if not getattr(env_config, "pad_state", 0):
         return
     bare = make_env(env_config.model_copy(update={"pad_state": 0}), 1)
     bare.close()
-    entries, shown = math.prod(bare.spec.observation["state"][0]), getattr(env_config, "object_state", None)
+    entries, expected = math.prod(bare.spec.observation["state"][0]), getattr(env_config, "object_state", None)
     for demos in demonstrations:
         mistakes = []
-        recorded = demos.dataset.extras.get("env", {}).get("object_state", shown)
-        # whether critics or nobody are told of objects beside it, a state is the same; what was told completes it
-        fits = recorded == shown or "state" not in (recorded, shown) or (recorded, shown) == ("privileged", "state")
+        recorded = demos.dataset.extras.get("env", {}).get("object_state", expected)
+        # `privileged` and `hidden` have the same state, and recorded `privileged` poses can complete it to `state`
+        pair = (recorded, expected)
+        fits = recorded == expected or "state" not in pair or pair == ("privileged", "state")
         if not fits:
-            mistakes.append(f"env.object_state: expected {shown}, found {recorded}")
+            mistakes.append(f"env.object_state: expected {expected}, found {recorded}")
         if demos.state_dim > entries:
             mistakes.append(f"entries of observation.state: expected {entries} or fewer, found {demos.state_dim}")
         if mistakes:
             advice = "give the config it was recorded with, or record another dataset"
-            raise DatasetError("\n".join([f"'{demos.path}' is not what is asked for; {advice}:", *mistakes]))
+            raise DatasetError("\n".join([f"'{demos.path}' does not fit the settings; {advice}:", *mistakes]))

@@ -1,4 +1,4 @@
-"""What every phase is to the loop that runs it."""
+"""Phase: the interface between a stage of training and the loop that runs it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ from sparring.processes.distributed import Distributed
 
 @dataclass
 class Progress:
-    """How far a run has come, over all processes."""
+    """The progress of a run, over all processes."""
 
     updates: int = 0
     env_steps: int = 0
@@ -22,7 +22,7 @@ class Progress:
 
     @property
     def by_limit(self) -> dict[str, int]:
-        """What is counted, by the field of `training` that limits it."""
+        """The counts by the field of `training` that limits each of them."""
         return {"total_timesteps": self.env_steps, "num_episodes": self.episodes, "iterations": self.updates}
 
     @staticmethod
@@ -31,32 +31,32 @@ class Progress:
         return " or ".join(f"{count:,} {units[name]}" for name, count in counts.items())
 
     def passed(self, limits: dict[str, int]) -> str:
-        """That there is nothing to train, where one of the limits is reached."""
+        """Returns the message for a run that has reached one of the limits already."""
         name, limit = next((name, limit) for name, limit in limits.items() if self.by_limit[name] >= limit)
-        made = self.by_limit[name]
-        than = f"more than {limit:,}" if made > limit else "which is the limit"
-        done = f"{self.describe({name: made})} are done already, {than}: nothing to train"
-        return f"{done}; give more than {made:,} (training.{name})"
+        count = self.by_limit[name]
+        compared = f"more than {limit:,}" if count > limit else "which is the limit"
+        done = f"{self.describe({name: count})} are done already, {compared}: nothing to train"
+        return f"{done}; set training.{name} to more than {count:,}"
 
 
 class Phase:
-    """One stage of training, built by `from_config(config, distributed)`. It returns numbers; the run writes them."""
+    """One stage of training, built by `from_config(config, distributed)`. It returns metrics; the run writes them."""
 
     model: nn.Module  # saved as model.safetensors
     env: Env
     distributed: Distributed
     progress: Progress
-    default_limit: tuple[str, int]  # for a run without a limit of its own: a field of `training` and its value
-    learns_from: str  # for people to read
-    accuracy: str | None = None  # the metric that is written as `avg_acc`; None: nothing here is right or wrong
-    # which evaluation it has, of `evaluated_model`
+    default_limit: tuple[str, int]  # for a run whose config has no limit: a field of `training` and its value
+    learns_from: str  # the source of training data and the algorithm as text, for the log
+    accuracy: str | None = None  # the metric that is written as `avg_acc`; None: this phase has no accuracy
+    # the kind of evaluation of `evaluated_model`
     evaluation: Literal["policy", "exploration", "world_model"] = "policy"
-    # whether the newest step has begun to learn; where it failed before, what was learned can be saved
+    # whether the newest step has begun to learn; if it failed before that, the weights can be saved
     learning: bool = True
 
     @property
     def preparing(self) -> str | None:
-        """What it learns before its accuracy means anything, for people to read; None: nothing."""
+        """The stage of training before accuracies are valid, as text; None: there is none, or it is finished."""
         return None
 
     @property
@@ -64,15 +64,15 @@ class Phase:
         return self.model
 
     def step(self, fraction: float) -> dict[str, float]:
-        """Collect and update once; `fraction` in [0, 1] of the run drives schedules. Advances `progress`."""
+        """Collect and update once, and advance `progress`. `fraction` of the run in [0, 1], for schedules."""
         raise NotImplementedError
 
     def state_dict(self) -> dict:
-        """All that the next step depends on, apart from the model, and that is the same in every process."""
+        """The state that is the same in every process, without the model."""
         raise NotImplementedError
 
     def process_state(self) -> dict:
-        """What this process alone knows, such as where its robots are."""
+        """The state of this process only, such as the states of its robots."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
@@ -83,13 +83,13 @@ class Phase:
         """Record the next episode of each of so many robots, from its beginning."""
 
     def drain_videos(self) -> list[EpisodeVideo]:
-        """Films that ended since the last call."""
+        """Videos that ended since the last call."""
         return []
 
     def drain_spans(self) -> list[Span]:
         """The timeline since the last call."""
         return []
 
-    def pictures(self) -> Prediction | None:
-        """What its world model predicts now; changes nothing. None: it has no world model, or no episode yet."""
+    def newest_prediction(self) -> Prediction | None:
+        """The world model's prediction of the newest episode; None: no world model, or no episode yet."""
         return None

@@ -1,8 +1,8 @@
-"""Episodes that robots play: recorded into a store, replayed as windows, and shown beside what a world model predicts.
+"""Records episodes into a store, replays them as windows, and compares them with predictions of a world model.
 
 <run folder>/
-  episodes/             an EpisodeStore; that of process 1 is episodes-1/, ...
-  generations/0/  1/    episodes that are never trained on, an EpisodeStore for each stretch of an adversarial run
+  episodes/             an EpisodeStore; process 1 has episodes-1/, ...
+  generations/0/  1/    held-out episodes, which are never trained on: an EpisodeStore per generation of explorers
 """
 
 import math
@@ -24,28 +24,28 @@ from sparring.phases.configs import AdversarialConfig, TeacherConfig
 from sparring.processes.distributed import Distributed
 from sparring.world_models.world_model import MemoryStateManager, WorldModel
 
-# episodes; no multiple of a usual number of robots or tasks
+# number of episodes; not a multiple of a usual number of robots or tasks
 _SHIFT = 47
 Windows = SequentialWindows | ShuffledWindows | MixedWindows
-# the colour of a prediction that is not finite; no scene has it
+# the colour of a prediction that is not finite, which no env uses
 FAILED = (255, 0, 255)
 
 
 class Replay:
-    """An iterator over batches of windows `[B, T]`, for ever. Call `refresh` when the store has grown.
+    """An infinite iterator over batches of windows `[B, T]`. Call `refresh` after adding episodes to the store.
 
-    From `SequentialWindows` pass follows pass, and the memory after a batch (`memory_after`, which the world model's
-    loss writes into it) enters the next one; windows drawn at random are independent.
+    `SequentialWindows` are repeated pass after pass, and the memory after a batch (`memory_after`, written by the world
+    model's loss) enters the next batch. Random windows are independent.
     """
 
     def __init__(self, windows: Windows, batch_size: int, memory_size: int, seed: int, device: torch.device):
-        source, drawn = (_Passes(windows), None) if isinstance(windows, SequentialWindows) else (windows, batch_size)
-        self.builder = BatchBuilder(source, drawn, seed, device)
-        self.memory = MemoryStateManager(batch_size, memory_size, device=device) if drawn is None else None
-        self._given: TensorDict | None = None
+        source, size = (_Passes(windows), None) if isinstance(windows, SequentialWindows) else (windows, batch_size)
+        self.builder = BatchBuilder(source, size, seed, device)
+        self.memory = MemoryStateManager(batch_size, memory_size, device=device) if size is None else None
+        self._last: TensorDict | None = None
 
     def refresh(self) -> None:
-        """Drop batches that were made ahead, of the store as it used to be."""
+        """Drop batches that were made ahead of time without the newest episodes."""
         self.builder.load_state_dict(self.builder.state_dict())
 
     def __iter__(self) -> "Replay":
@@ -55,7 +55,7 @@ class Replay:
         self._keep_memory()
         batch = next(self.builder)
         if self.memory is not None:
-            self._given = self.memory.enter(batch)
+            self._last = self.memory.enter(batch)
         return batch
 
     def close(self) -> None:
@@ -69,17 +69,17 @@ class Replay:
         self.builder.load_state_dict(state["batches"])
         if self.memory is not None:
             self.memory.load_state_dict(state["memory"])
-        self._given = None
+        self._last = None
 
     def _keep_memory(self) -> None:
-        """Take over the memory after the last batch, which has been learned from by now."""
-        if self.memory is not None and self._given is not None:
-            self.memory.leave(self._given["memory_after"])
-            self._given = None
+        """Store the memory after the last batch, which the loss has written by now."""
+        if self.memory is not None and self._last is not None:
+            self.memory.leave(self._last["memory_after"])
+            self._last = None
 
 
 class _Passes:
-    """Pass after pass over the same windows."""
+    """Repeats the same windows pass after pass."""
 
     def __init__(self, windows: SequentialWindows):
         self.windows = windows
@@ -91,9 +91,9 @@ class _Passes:
 
 
 class EpisodeReplay:
-    """A store of the episodes of a process, the recorder that fills it and the `Replay` of its windows, as one part.
+    """The episode store of a process, the recorder that fills it and the `Replay` of its windows.
 
-    It opens nothing before the first step: a run folder is written to only when everything has been found to fit.
+    Files are opened at the first step: nothing is written to a run folder before all checks have passed.
     """
 
     store: EpisodeStore
@@ -114,9 +114,9 @@ class EpisodeReplay:
         exclude: Sequence[str] = (),
         held_out: float | None = None,
     ):
-        """`windows(store, seed)`: what is replayed. `exclude`: keys that are not recorded.
+        """`windows(store, seed)`: creates the windows to replay. `exclude`: keys that are not recorded.
 
-        `held_out`: the share of episodes that go to `Generations` instead; None: there are none.
+        `held_out`: the share of episodes held out in `Generations`; None: there are no generations.
         """
         self.config, self.folder, self.env, self.distributed = config, folder, env, distributed
         self.windows, self.memory_size, self.source, self.exclude = windows, memory_size, source, exclude
@@ -125,16 +125,16 @@ class EpisodeReplay:
         self.seed = seed * 1009 + distributed.rank
 
     def open(self, state: dict | None = None) -> list[str]:
-        """Remove episodes that came after the checkpoint of `state`. Returns messages about what was lost."""
+        """Open the files; removes episodes after the checkpoint of `state`. Returns messages about lost episodes."""
         if self.is_open:
             return []
         suffix = f"-{self.distributed.rank}" if self.distributed.rank else ""
         self.store = EpisodeStore(self.folder / f"episodes{suffix}", max_bytes=int(self.config.max_gb * 1e9))
-        wanted, lost = state["store"]["next_number"] if state else 0, []
-        if self.store.next_number < wanted:
-            # a run that branched off from another's checkpoint
-            lost.append(f"the {wanted} episodes collected so far are not in {self.store.folder}; collects new ones")
-            state, wanted = None, 0
+        expected, lost = state["store"]["next_number"] if state else 0, []
+        if self.store.next_number < expected:
+            # a run that started from a checkpoint of another run
+            lost.append(f"the {expected} earlier episodes are not in {self.store.folder}; new ones are collected")
+            state = None
         self.store.load_state_dict(state["store"] if state else {"next_number": 0})
         target: Any = self.store
         if self.held_out is not None:
@@ -154,13 +154,13 @@ class EpisodeReplay:
         self.recorder.add(td)
 
     def predict_newest(self, model: WorldModel, rate: float) -> "Prediction | None":
-        """The newest episode as `model` predicts it; None: there is none yet."""
+        """Returns the prediction of the newest episode by `model`; None: there is no episode yet."""
         if not len(self.store):
             return None
         return Prediction.of(model, self.store.episode(len(self.store) - 1).to(self.env.device), rate)
 
     def close(self) -> None:
-        """End the thread that makes batches, and the locks on folders."""
+        """End the thread that makes batches and release the locks on folders."""
         if self.is_open:
             self.batches.close()
             if self.held_out is not None:
@@ -181,9 +181,9 @@ class EpisodeReplay:
 
 
 class Generations:
-    """What an EpisodeRecorder takes for a store: each episode goes to `train`, or is set aside and never trained on.
+    """Splits recorded episodes between `train` and held-out stores; an EpisodeRecorder uses it as its store.
 
-    A generation is what the explorers of one stretch of a run played, to see later what the world model has learned.
+    A generation has the held-out episodes of the explorers of some updates, to measure later what was learned.
     """
 
     def __init__(self, train: EpisodeStore, folder: Path, held_out: float):
@@ -193,20 +193,20 @@ class Generations:
         self.store = self._open(0)
 
     def append(self, episode: TensorDict, **info) -> int:
-        # a share of the episodes, evenly spread, and not always of the same robots: every so often one later
-        place = self.played + self.played // _SHIFT
-        aside = math.floor((place + 1) * self.held_out) > math.floor(place * self.held_out)
+        # evenly spread, but shifted by one every _SHIFT episodes, so that the robots change
+        number = self.played + self.played // _SHIFT
+        is_held_out = math.floor((number + 1) * self.held_out) > math.floor(number * self.held_out)
         self.played += 1
-        return (self.store if aside else self.train).append(episode, **info)
+        return (self.store if is_held_out else self.train).append(episode, **info)
 
     def begin(self, number: int) -> None:
-        """Episodes set aside from now on belong to this generation."""
+        """Start generation `number`, to which episodes held out from now on belong."""
         if number != self.number:
             self.store.close()
             self.number, self.store = number, self._open(number)
 
     def earlier(self) -> Iterator[EpisodeStore]:
-        """Generations that are over, where anything was set aside."""
+        """Yield the stores of earlier generations that have episodes."""
         for number in range(self.number):
             store = EpisodeStore(self.folder / str(number), read_only=True)
             if len(store):
@@ -215,12 +215,12 @@ class Generations:
     @staticmethod
     @torch.no_grad()
     def errors(model: WorldModel, store: EpisodeStore) -> tuple[float, float]:
-        """(then, now): the mean error of the world model that the episodes were played against, and of `model`."""
+        """Returns (then, now): the mean error of the world model at recording time, and of `model`."""
         episodes = [store.episode(i) for i in range(len(store))]
         then = sum(float(episode["judged", "error"].double().sum()) for episode in episodes)
         now, memory = 0.0, model.empty_memory(len(episodes))
         for t in range(max(map(len, episodes))):
-            # [K]: the episodes that last longer than t
+            # [K]: the episodes with more than t decisions
             rows = [row for row, episode in enumerate(episodes) if len(episode) > t]
             td: Any = torch.cat([episodes[row][t : t + 1] for row in rows]).to(memory.device)
             scored = model.score(td.set(("memory", "world_model"), memory[rows]))
@@ -235,7 +235,7 @@ class Generations:
         return {"played": self.played, "number": self.number, "store": self.store.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Removes later generations: they will be played again."""
+        """Removes later generations, which will be collected again."""
         self.store.close()
         for folder in self.folder.iterdir():
             if folder.name.isdigit() and int(folder.name) > state["number"]:
@@ -249,30 +249,30 @@ class Generations:
 
 
 class NewestEpisode:
-    """The newest whole episode of one robot, in memory."""
+    """The newest complete episode of one robot, in memory."""
 
     def __init__(self) -> None:
-        self.whole: TensorDict | None = None
-        # what there is of the one that goes on, a part of each rollout
+        self.complete: TensorDict | None = None
+        # the running episode, one part per rollout
         self.parts: list[TensorDict] = []
 
     def add(self, rollout: TensorDict) -> None:
-        """Transitions `[T]` of the robot, in time order; they are kept."""
+        """Add transitions `[T]` of the robot, in time order, without a copy."""
         begins, ended = rollout["is_first"].tolist(), rollout["next", "terminated"] | rollout["next", "truncated"]
         start = 0
         for t, ends in enumerate(ended.tolist()):
             if begins[t]:
-                # one that was broken off is forgotten
+                # drop an episode that was interrupted
                 self.parts, start = [], t
             if ends:
                 self._keep(rollout[start : t + 1])
                 if self.parts:
-                    self.whole = cast(TensorDict, torch.cat(self.parts))  # type: ignore[arg-type]
+                    self.complete = cast(TensorDict, torch.cat(self.parts))  # type: ignore[arg-type]
                 self.parts, start = [], t + 1
         self._keep(rollout[start:])
 
     def _keep(self, part: TensorDict) -> None:
-        # the rest of an episode whose beginning is not there is left out
+        # skip the rest of an episode without its beginning
         if len(part) and (self.parts or part["is_first"][0]):
             self.parts.append(part)
 
@@ -282,52 +282,52 @@ _NO_GENERATION = {"played": 0, "number": 0, "store": {"next_number": 0}}
 
 @dataclass(frozen=True)
 class Prediction:
-    """An episode of T decisions as a world model predicts it, each picture from the true one before."""
+    """A world model's prediction of an episode of T decisions, each frame from the true frame before it."""
 
-    # camera -> [T, H, W, 3] uint8: after each decision; all FAILED where the prediction is not finite
+    # camera -> [T, H, W, 3] uint8: frames after each decision; FAILED if the prediction is not finite
     predicted: dict[str, np.ndarray]
     true: dict[str, np.ndarray]
-    # [T], [T, A] (the first of each chunk), [T, S] (S = 0 where no state is seen)
+    # [T], [T, A] (the first action of each chunk), [T, S] (S = 0 without a state)
     rewards: np.ndarray
     actions: np.ndarray
     states: np.ndarray
     task: int
-    # decisions a second
+    # decisions per second
     rate: float
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: WorldModel, episode: TensorDict, rate: float) -> "Prediction":
-        """Of an episode `[T]`, of `rate` decisions a second."""
+        """Predict an episode `[T]` with `rate` decisions per second."""
         model.eval()
-        # rounded to bytes, NaN looks like a number
+        # checks weights, because frames are bytes, which cannot be NaN
         broken = not all(bool(weight.isfinite().all()) for weight in model.parameters())
         memory = model.empty_memory(1)
-        true = {camera: _pictures(images) for camera, images in episode["next", "observation", "image"].items()}
-        predicted = {camera: np.empty_like(pictures) for camera, pictures in true.items()}
+        true = {camera: _frames(images) for camera, images in episode["next", "observation", "image"].items()}
+        predicted = {camera: np.empty_like(frames) for camera, frames in true.items()}
         for t in range(len(episode)):
             prediction = model.predict(episode[t : t + 1].clone(False).set(("memory", "world_model"), memory))
             memory = prediction["memory"]
             failed = broken or not all(bool(value.isfinite().all()) for value in prediction.values(True, True))
-            for camera, pictures in predicted.items():
-                pictures[t] = FAILED if failed else _pictures(prediction["image", camera])[0]
-        # not every env shows a state or tells tasks apart
+            for camera, frames in predicted.items():
+                frames[t] = FAILED if failed else _frames(prediction["image", camera])[0]
+        # some envs have no state, or no task index
         state, task = episode["observation"].get("state", None), episode["observation"].get("task", None)
         states = np.zeros((len(episode), 0), np.float32) if state is None else _copied(state.flatten(1))
         rewards, actions = episode["next", "reward"].sum(1).numpy(force=True), _copied(episode["action"][:, 0])
         return cls(predicted, true, rewards, actions, states, 0 if task is None else int(task[0]), rate)
 
-    def moment(self, decision: int) -> np.ndarray:
-        """`[cameras * H, 2 * W, 3]`: left predicted, right true, a row for each camera."""
+    def frame(self, decision: int) -> np.ndarray:
+        """`[cameras * H, 2 * W, 3]`: left the predicted frames, right the true ones, one row per camera."""
         rows = [[self.predicted[camera][decision], self.true[camera][decision]] for camera in self.true]
         return np.concatenate([np.concatenate(row, axis=1) for row in rows])
 
 
-def _pictures(images: torch.Tensor) -> np.ndarray:
+def _frames(images: torch.Tensor) -> np.ndarray:
     # [T, 3, H, W] -> [T, H, W, 3]
     return _copied(images.permute(0, 2, 3, 1))
 
 
 def _copied(tensor: torch.Tensor) -> np.ndarray:
-    """A copy: episodes are views into a file that may be gone when somebody looks."""
+    """Returns a copy: episodes are views of a file that may be removed later."""
     return np.array(tensor.numpy(force=True), order="C")

@@ -1,4 +1,4 @@
-"""`student`: an explorer with fewer cameras than the world model is paid for what the world model does not know yet."""
+"""`student`: an explorer with fewer cameras than the world model learns from its errors and uncertainty as rewards."""
 
 from dataclasses import replace
 from statistics import fmean
@@ -20,17 +20,17 @@ from sparring.world_models.world_model import WorldModel
 
 
 class Student(Finetune):
-    """Task RL in all but two things: the rewards, and what the policy sees."""
+    """Fine-tuning with two differences: the rewards, and the policy's cameras."""
 
-    # 60 updates: later ones drift away from things, while the world model stays as it is (docs/log.md)
+    # 60 updates: with a frozen world model, later explorers touch objects less often (docs/log.md)
     default_limit = ("total_timesteps", 192_000)
-    # of the world model, on what the explorer has just found
+    # accuracy of the world model on the explorer's new data
     accuracy = "wm_accuracy"
     rewards: RewardModel
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        # of the first robot, with the env's own rewards and all cameras that the world model sees
+        # an episode of the first robot, with the env's rewards and all cameras of the world model
         self.newest = NewestEpisode()
 
     @staticmethod
@@ -49,26 +49,26 @@ class Student(Finetune):
 
     @property
     def evaluation(self) -> Literal["policy", "exploration"]:
-        # the state says where hands are
+        # exploration is measured in the state, which has the positions of hands
         return "exploration" if "state" in self.env.spec.observation else "policy"
 
     @property
     def learns_from(self) -> str:
-        return f"{super().learns_from}, paid for {', '.join(self.rewards.terms)}"
+        return f"{super().learns_from}, with rewards {', '.join(self.rewards.terms)}"
 
     def collect(self) -> dict[str, float]:
-        figures = super().collect()
+        seconds = super().collect()
         played = with_following(self.buffer, robots=1)[:, 0]
         valid = played.get("valid", torch.ones_like(played["is_first"]))
-        # indexed by a mask it is a copy: the next rollout is written to the same memory
+        # indexing by a mask copies, because the next rollout overwrites this memory
         self.newest.add(played[valid].select("observation", "action", "is_first", "next"))
-        return figures
+        return seconds
 
-    def pictures(self) -> Prediction | None:
-        if self.newest.whole is None:
+    def newest_prediction(self) -> Prediction | None:
+        if self.newest.complete is None:
             return None
         rate = self.env.spec.control_hz / self.collector.chunk
-        return Prediction.of(self.rewards.world_model, self.newest.whole, rate)
+        return Prediction.of(self.rewards.world_model, self.newest.complete, rate)
 
     def episode_metrics(self, episodes: list[Episode]) -> dict[str, float]:
         metrics = super().episode_metrics(episodes)
@@ -76,15 +76,15 @@ class Student(Finetune):
 
 
 def with_cameras(spec: EnvSpec, cameras: tuple[str, ...]) -> EnvSpec:
-    """The same env, seen by these cameras only."""
-    shown = [name.partition("/")[2] for name in spec.observation if name.startswith("image/")]
-    if not set(cameras) <= set(shown):
-        choose = f"set student.cameras to some of {', '.join(shown)}" if shown else "it must observe image/<name>"
+    """Returns the spec with these cameras only."""
+    known = [name.partition("/")[2] for name in spec.observation if name.startswith("image/")]
+    if not set(cameras) <= set(known):
+        choose = f"set student.cameras to some of {', '.join(known)}" if known else "it must observe image/<name>"
         raise UserError(
-            f"student.cameras={list(cameras)}, but the env shows {', '.join(shown) or 'no camera'}; {choose}, or "
-            f"(env.name=tabletop) env.cameras to all that the world model predicts, e.g. [head,{','.join(cameras)}]"
+            f"student.cameras={list(cameras)}, but the env has {', '.join(known) or 'no camera'}; {choose}, or "
+            f"(env.name=tabletop) env.cameras to all cameras of the world model, e.g. [head,{','.join(cameras)}]"
         )
     kept = {name: kind for name, kind in spec.observation.items() if name.partition("/")[2] in ("", *cameras)}
-    # points are of all cameras together
+    # points come from all cameras together
     kept.pop("points", None)
     return replace(spec, observation=kept)

@@ -1,4 +1,4 @@
-"""`teacher`: a world model learns to predict what robots that act at random will see next."""
+"""`teacher`: a world model learns to predict the next frames of robots with random actions."""
 
 import time
 from dataclasses import asdict
@@ -19,12 +19,12 @@ from sparring.policies.random import ColouredNoise
 from sparring.processes.distributed import Distributed, fail_together
 from sparring.world_models.world_model import MemoryStateManager, WorldModel, make_world_model
 
-# nobody learns from a random policy's scores, nor from the memory of a world model that has changed since
+# not recorded: scores of the random policy, and memories, which are outdated after an update
 _NOT_RECORDED = ("noise", "trace", "log_prob", "value", "memory")
 
 
 class Teacher(Phase):
-    """Robots that act at random, a store of their episodes, and a world model, taking turns."""
+    """Alternates between collecting random episodes and training the world model on all stored episodes."""
 
     default_limit = ("iterations", 24)
     accuracy = "fresh_acc"
@@ -33,8 +33,8 @@ class Teacher(Phase):
 
     def __init__(self, config: Config, env: Env, model: WorldModel, distributed: Distributed):
         if not env.spec.max_episode_steps:
-            raise UserError("teacher learns from whole episodes, and these have no end; set rollout.max_episode_steps")
-        # it predicts without dropout, from the first update on
+            raise UserError("teacher needs complete episodes, but there is no limit; set rollout.max_episode_steps")
+        # eval mode: no dropout in predictions, from the first update on
         self.env, self.model, self.distributed = env, model.eval(), distributed
         self.config, self.decisions = config.teacher, config.rollout_steps
         self.bptt_length = config.training.bptt_length
@@ -46,7 +46,7 @@ class Teacher(Phase):
         chunk, correlation = config.rollout.action_steps, coloured * self.config.correlation
         self.explorer = ColouredNoise(env.spec, chunk, correlation).to(env.device)
         self.collector = Collector(env, self.explorer, config.seed, chunk=chunk)
-        # for each robot: the world model's memory of its episode, and the sum of its accuracies so far
+        # for each robot: the world model's memory of its episode, and the sum of the accuracies so far
         self.memory = MemoryStateManager(env.num_envs, model.memory_size, device=env.device)
         self.accuracies = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
         folder, memory = config.run_folder, model.memory_size
@@ -66,7 +66,7 @@ class Teacher(Phase):
     def learns_from(self) -> str:
         robots = self.env.num_envs * self.distributed.world_size
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return f"{robots} robots that act at random, a world model of {parameters:,} parameters"
+        return f"{robots} robots with random actions, a world model of {parameters:,} parameters"
 
     @property
     def preparing(self) -> str | None:
@@ -76,9 +76,9 @@ class Teacher(Phase):
         started, steps_before = time.perf_counter(), self.collector.env_steps
         self.replay.open()
         self.learning = False
-        # one that has only learned its tokens so far foretells nothing, and is not wrong in that
-        learner, foretells = self.learner, self.model.ready
-        foretells = foretells and not 0 < learner.began == learner.gradient_steps
+        # a model whose tokenizer alone was trained so far makes no predictions, so it has no accuracy
+        learner, predicts = self.learner, self.model.ready
+        predicts = predicts and not 0 < learner.began == learner.gradient_steps
         with fail_together(self.distributed):
             accuracy, rewards = self._collect()
         self.learning = True
@@ -90,16 +90,16 @@ class Teacher(Phase):
         updated = time.perf_counter()
         self.collector.version += 1
         rewards = self.distributed.gather_objects(rewards)
-        # every process has as many robots; chunks and episodes may end early, so steps are summed
+        # processes have equally many robots, but chunks and episodes may end early, so steps are summed
         means = self.distributed.mean({"accuracy": accuracy, "steps": self.collector.env_steps - steps_before})
         self.progress.updates += 1
         self.progress.env_steps += round(means["steps"] * self.distributed.world_size)
         self.progress.episodes += len(rewards)
-        metrics |= {"fresh_acc": means["accuracy"]} if foretells else {}
+        metrics |= {"fresh_acc": means["accuracy"]} if predicts else {}
         metrics |= {"episode_reward": sum(rewards) / len(rewards)} if rewards else {}
         return metrics | {"collect_seconds": collected - started, "update_seconds": updated - collected}
 
-    def pictures(self) -> Prediction | None:
+    def newest_prediction(self) -> Prediction | None:
         return self.replay.predict_newest(self.model, self.env.spec.control_hz / self.explorer.chunk)
 
     def state_dict(self) -> dict:
@@ -119,12 +119,12 @@ class Teacher(Phase):
         self.accuracies.copy_(process_state["foretold"])
         if self.collector.load_state_dict(process_state["collector"]):
             return lost
-        # new seeds for the new episodes: the old ones were used
+        # new seeds for the new episodes, because the old ones were used
         self.collector.seed += self.progress.updates
-        return [*lost, "the env cannot be put back to where it was; its robots start new episodes"]
+        return [*lost, "the state of the env cannot be restored; its robots start new episodes"]
 
     def close(self) -> None:
-        """End what it has going: the env, the thread that makes batches, the store's lock on its folder."""
+        """Close the env, end the thread that makes batches and release the store's lock on its folder."""
         self.env.close()
         self.replay.close()
 
@@ -134,13 +134,13 @@ class Teacher(Phase):
         return ShuffledWindows(store, self.bptt_length, self.config.burn_in)
 
     def _collect(self) -> tuple[float, list[float]]:
-        """Let the robots act; the mean accuracy of what they saw, and its sum over each episode that ended.
+        """Collect; returns the mean accuracy of the predictions, and its sum over each episode that ended.
 
-        Before any of it is learned from: this is how well the world model predicts what it has not seen.
+        The accuracy is that on new data, because predictions are made before the model learns from them.
         """
         accuracies: list[torch.Tensor] = []
         rewards: list[float] = []
-        # the first update goes on until there is an episode to learn from
+        # the first update collects until an episode is complete
         while len(accuracies) < self.decisions or not len(self.replay):
             td = self.collector.decide()
             self.replay.add(td)
@@ -151,8 +151,8 @@ class Teacher(Phase):
 
     @torch.no_grad()
     def _score(self, td: TensorDict) -> tuple[torch.Tensor, list[float]]:
-        """The mean accuracy of this decision's predictions, and the sums of the episodes that end with it."""
-        # a shallow copy: the recorder keeps `td` as it is
+        """Returns the mean accuracy of this decision's predictions, and the sums of the episodes that end with it."""
+        # a shallow copy, because the recorder keeps `td`
         scored = self.model.score(self.memory.enter(td.clone(False)))
         self.memory.leave(scored["memory"])
         self.accuracies = torch.where(td["is_first"], 0.0, self.accuracies) + scored["accuracy"]

@@ -96,3 +96,24 @@ def take_lock(folder: Path) -> int:
         except OSError:
             os.close(descriptor)
             raise
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process writes there; None: unknown. Asking takes the lock for a moment, see `take_lock`."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except PermissionError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            return None
+        raise
+    finally:
+        os.close(handle)
+    return False

@@ -1,1 +1,1 @@
-"""Recording: the only writers of metrics, videos, logs and progress."""
+"""Writes metrics, videos, logs and progress; no other package does."""

@@ -1,9 +1,9 @@
 """Messages and the live view of a run.
 
-Messages go to the console, and to files in the run folder's logs/, with _YYYYMMDD_HHMMSS in each name: rl_training.log
+Messages go to the console and to files in logs/ of the run folder, with _YYYYMMDD_HHMMSS in each name: rl_training.log
 has all but the DEBUG lines of env/env.log, normalizer/normalizer.log, training/training.log; train.log links to the
-newest rl_training.log of a process that trained. The console shows a live view on a terminal (progress bar, curves,
-losses), plain lines in a pipe.
+newest rl_training.log of a training process. The console shows a live view on a terminal (progress bar, curves,
+losses), and plain lines in a pipe.
 """
 
 import logging
@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # this file imports no torch: `demos` uses it without
     from sparring.phases.configs import LoggingConfig
 
 LOGGER = "sparring"
-PARTS = ("env", "normalizer", "training")  # loggers with a file of their own
-_KEPT_EARLY = 1000  # messages that are kept until there is a folder for them
-EVERY = 0.25  # seconds between two drawings
-CELLS = 40  # blocks of a curve
+PARTS = ("env", "normalizer", "training")  # loggers with a separate file
+_KEPT_EARLY = 1000  # maximum number of messages kept until the run folder exists
+EVERY = 0.25  # seconds between two redraws
+CELLS = 40  # maximum number of blocks of a curve
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 # metric -> label and format, drawn as a curve over the whole run
 CURVES = {"success_rate": ("success", "{:.0%}"), "episode_reward": ("reward", "{:.3g}")}
@@ -48,10 +48,10 @@ _TERM = "reward/"
 
 
 class RunLog:
-    """The handlers of one run's messages. Messages before `open_files` are kept for the files."""
+    """The log handlers of one run. Messages before `open_files` are kept and written to the files later."""
 
     def __init__(self, config: "LoggingConfig", quiet: bool = False, rank: int = 0):
-        """`quiet`: errors only; a `rank` other than the main process: warnings only."""
+        """`quiet`: print errors only; `rank` above 0: print warnings and errors only."""
         self.config = config
         self.folder: Path | None = None
         console = logging.StreamHandler()
@@ -81,16 +81,16 @@ class RunLog:
         self.activate()
 
     def activate(self) -> None:
-        """Take the messages, also after another run of this process did; closed files open again on their own."""
+        """Attach this run's handlers and detach those of an earlier run; a closed file reopens at the next message."""
         logger = logging.getLogger(LOGGER)
         for handler in [handler for handler in logger.handlers if handler not in self.handlers]:
             logger.removeHandler(handler)
-            with suppress(OSError):  # of a full disk was told when it became full
+            with suppress(OSError):  # a full disk was already reported by `handleError`
                 handler.close()
         for handler in self.handlers:
             logger.addHandler(handler)
         logger.propagate = False
-        logger.setLevel(min(handler.level for handler in self.handlers))  # what no handler keeps is never formatted
+        logger.setLevel(min(handler.level for handler in self.handlers))  # drop what no handler keeps, unformatted
 
     def link(self) -> None:
         files = [Path(handler.baseFilename) for handler in self.handlers if isinstance(handler, logging.FileHandler)]
@@ -99,7 +99,7 @@ class RunLog:
             link.unlink(missing_ok=True)
             try:
                 link.symlink_to(Path("logs", files[0].name))
-            except OSError:  # some file systems know no links; the log itself is there
+            except OSError:  # some file systems have no links; the log itself exists
                 pass
 
     def update(self, update: int, metrics: dict[str, float]) -> None:
@@ -114,13 +114,13 @@ class RunLog:
         if not log.isEnabledFor(logging.DEBUG):
             return
         for name, module in model.named_modules():
-            # one that has seen no numbers yet has nothing to say
+            # skip normalizers without statistics
             if isinstance(module, Normalizer) and (module.fitted or getattr(module, "count", True)):
                 log.debug("update %d: %s: %s", update, name, module.describe())
 
 
 class _LogFile(logging.FileHandler):
-    """On a full disk training goes on without its log, or ends for a reason of its own; each file says so once."""
+    """Prints one error per file if writing fails; a full disk does not stop the run here."""
 
     has_failed = False
 
@@ -143,19 +143,19 @@ class _EarlyMessages(logging.Handler):
 
 
 def _is_for_all(record: logging.LogRecord) -> bool:
-    """People read the main log: details of the parts are in files of their own."""
+    """Whether the main log gets the record: DEBUG lines of the parts go to their own files only."""
     return record.levelno > logging.DEBUG or record.name not in [f"{LOGGER}.{part}" for part in PARTS]
 
 
 class Console:
     def __init__(self, stream: TextIO | None = None, quiet: bool = False, pipe_seconds: float = 5.0, title: str = ""):
-        """`pipe_seconds`: least time between two lines where there is no terminal."""
+        """`pipe_seconds`: minimum time between two lines if `stream` is not a terminal."""
         self.stream, self.quiet, self.pipe_seconds = stream or sys.stderr, quiet, pipe_seconds
         terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not quiet
         self.view = _View(self.stream, title) if terminal else None
         self.last_line = -float("inf")
-        self.text = ""  # the newest state, in a line
-        # (fraction, steps, time) of the first call: speed and time left are means since then
+        self.text = ""  # the newest state as one line
+        # (fraction, steps, time) of the first call: speed and remaining time are averages since then
         self.first: tuple[float, int, float] | None = None
 
     def __enter__(self) -> Self:
@@ -168,13 +168,13 @@ class Console:
         self,
         fraction: float,
         steps: int,
-        words: str,
+        summary: str,
         unit: str = "steps",
         metrics: dict[str, float] | None = None,
         preparing: str | None = None,
     ) -> None:
-        """`fraction`: how far, 0..1; `words`: a few metrics for a line; the view shows `metrics` instead.
-        `preparing`: what is learned before anything else."""
+        """`fraction`: progress, 0..1; `summary`: a few metrics as text; the live view shows `metrics` instead.
+        `preparing`: the stage that comes before training, if it is not finished."""
         if self.quiet:
             return
         now = time.monotonic()
@@ -184,9 +184,9 @@ class Console:
         speed = f"{made / seconds:,.{0 if unit == 'steps' else 2}f} {unit}/s" if made else "starting"
         pace = f"{steps:,} {unit}  {speed}  {clock(left)} left"
         pace += f"  {preparing}" if preparing else ""
-        self.text = f"{fraction:4.0%}  {pace}  {words}"
+        self.text = f"{fraction:4.0%}  {pace}  {summary}"
         if self.view:
-            self.view.show(fraction, pace, metrics or {}, words)
+            self.view.show(fraction, pace, metrics or {}, summary)
         elif now - self.last_line >= self.pipe_seconds or fraction >= 1:
             self.last_line = now
             self.stream.write(self.text + "\n")
@@ -207,7 +207,7 @@ def clock(seconds: float) -> str:
 
 
 class _View:
-    """A few lines that are drawn again in place, below the messages. `show` opens it, also after `close`."""
+    """A few lines below the messages, redrawn in place. `show` opens it, also after `close`."""
 
     def __init__(self, stream: TextIO, title: str):
         self.stream, self.title = stream, title
@@ -216,11 +216,11 @@ class _View:
         self.live: Live | None = None
         self.drawn = -float("inf")
         self.curves: dict[str, _Curve] = {}
-        self.latest: dict[str, float] = {}  # newest value of each metric: in some updates no episode ends
+        self.latest: dict[str, float] = {}  # newest value of each metric: some updates lack episode metrics
         self.handlers: list[logging.StreamHandler] = []
 
-    def show(self, fraction: float, pace: str, metrics: dict[str, float], words: str) -> None:
-        """`pace`: how far and how fast; `words`: instead of metrics where there are none."""
+    def show(self, fraction: float, pace: str, metrics: dict[str, float], summary: str) -> None:
+        """`pace`: steps, speed and remaining time; `summary`: shown if there are no metrics."""
         self.latest |= metrics
         for name in CURVES.keys() & metrics.keys():
             self.curves.setdefault(name, _Curve()).add(metrics[name])
@@ -228,16 +228,16 @@ class _View:
         if self.live and now - self.drawn < EVERY and fraction < 1:
             return
         self.drawn = now
-        lines = Group(*self.lines(fraction, pace, words))
+        lines = Group(*self.lines(fraction, pace, summary))
         if self.live:
             self.live.update(lines, refresh=True)
             return
-        redirect = sys.stdout.isatty()  # a piped stdout keeps its prints
+        redirect = sys.stdout.isatty()  # output to a piped stdout stays in the pipe
         self.live = Live(lines, console=self.console, auto_refresh=False, transient=True, redirect_stdout=redirect)
         self.live.start(refresh=True)
-        # messages go above it, whole: their handlers hold the stream they were made with
-        found = logging.getLogger(LOGGER).handlers
-        self.handlers = [h for h in found if isinstance(h, logging.StreamHandler) and h.stream is self.stream]
+        # print messages above the view: their handlers hold the original stream
+        handlers = logging.getLogger(LOGGER).handlers
+        self.handlers = [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is self.stream]
         for handler in self.handlers:
             handler.setStream(_Above(self.console))
 
@@ -250,43 +250,43 @@ class _View:
         self.live = None
         return True
 
-    def lines(self, fraction: float, pace: str, words: str) -> list[Text]:
+    def lines(self, fraction: float, pace: str, summary: str) -> list[Text]:
         bar = max(8, min(40, self.console.width - len(pace) - 8))
         filled = int(bar * fraction)
         full, empty = "#." if self.plain else "█░"
         parts = (full * filled, "green"), (empty * (bar - filled), "bright_black")
         shown = [Text(self.title, "bold")] if self.title else []
         shown.append(Text.assemble(*parts, f" {fraction:4.0%}  {pace}"))
-        # a loss is shown only where there is no better curve
+        # the loss is shown only if there is no other curve
         curves = [name for name in CURVES if name in self.curves]
         shown += [self._curve(name) for name in ([name for name in curves if name != "loss"] or curves)]
         terms = [name for name in self.latest if name.startswith(_TERM) and not name.endswith("_normalized")]
-        paid = {"paid for": {name: (name.removeprefix(_TERM), "{:.3g}") for name in terms}}
-        for title, metrics in (paid | LINES).items():
-            known = [(*metrics[name], self.latest[name]) for name in metrics if name in self.latest]
-            if known:
-                values = "  ".join(f"{label} {form.format(value)}" for label, form, value in known)
+        rewards = {"rewards": {name: (name.removeprefix(_TERM), "{:.3g}") for name in terms}}
+        for title, metrics in (rewards | LINES).items():
+            available = [(*metrics[name], self.latest[name]) for name in metrics if name in self.latest]
+            if available:
+                values = "  ".join(f"{label} {form.format(value)}" for label, form, value in available)
                 shown.append(Text.assemble((f"{title:<10}", "bright_black"), values))
-        shown += [Text(words)] if not self.latest else []
+        shown += [Text(summary)] if not self.latest else []
         for text in shown:
             text.no_wrap, text.overflow = True, "ellipsis"
         return shown
 
     def _curve(self, name: str) -> Text:
         title, form = CURVES[name]
-        limits = (0.0, 1.0) if "%" in form else None  # a share has 100 % as its whole height
+        limits = (0.0, 1.0) if "%" in form else None  # shares use the range 0..100 %
         width = max(8, min(CELLS, self.console.width - 20))
         drawn = _sparkline(self.curves[name].cells, width, limits, PLAIN_BLOCKS if self.plain else BLOCKS)
         return Text.assemble((f"{title:<10}", "bright_black"), (drawn, "cyan"), f"  {form.format(self.latest[name])}")
 
 
 class _Curve:
-    """All values so far as at most `CELLS` means, each of equally many values."""
+    """All values so far as fewer than `CELLS` means, each of equally many values."""
 
     def __init__(self):
         self.cells: list[float] = []
-        self.each = 1
-        self.waiting: list[float] = []
+        self.each = 1  # values per cell
+        self.waiting: list[float] = []  # values of the next cell
 
     def add(self, value: float) -> None:
         if not math.isfinite(value):
@@ -302,7 +302,7 @@ class _Curve:
 
 
 def _sparkline(values: list[float], width: int, limits: tuple[float, float] | None = None, blocks: str = BLOCKS) -> str:
-    """A block for each value, or for every second, third... where there are more than fit."""
+    """One block per value; if `width` is too small, one per second, third, ... value."""
     values = values[:: -(-len(values) // width) or 1]
     low, high = limits or (min(values, default=0.0), max(values, default=0.0))
     steps = [(value - low) / (high - low) if high > low else 0.0 for value in values]
@@ -310,6 +310,8 @@ def _sparkline(values: list[float], width: int, limits: tuple[float, float] | No
 
 
 class _Above:
+    """A stream that prints above the live view."""
+
     def __init__(self, console: rich.console.Console):
         self.console = console
 
@@ -317,4 +319,4 @@ class _Above:
         self.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
     def flush(self) -> None:
-        """`print` shows it at once."""
+        """Nothing to do: `print` flushes."""

@@ -1,6 +1,6 @@
-"""The name of each metric in the files of a run, and its meaning. docs/metrics.md says the same (a test compares)."""
+"""The name of each metric in the files of a run, and its meaning. A test compares them with docs/metrics.md."""
 
-# all values: (name in a group, meaning); plain keys of episode_metrics.jsonl, which TensorBoard and W&B show in groups
+# plain keys of episode_metrics.jsonl -> (name with a group for TensorBoard and W&B, meaning)
 FLAT = {
     "episode": ("rollout/episodes", "Completed episodes so far, over all processes."),
     "avg_loss": ("train/loss", "The minimised loss; in adversarial that of the explorer."),
@@ -14,7 +14,7 @@ FLAT = {
     "update": ("train/update", "Updates so far; the step of TensorBoard and W&B."),
 }
 
-# name in phases and algorithms -> name in files
+# short name in phases and algorithms -> (name in files, meaning)
 NAMES = {
     "episode_length": ("rollout/episode_length", "Mean env steps of the completed episodes."),
     "success_rate": ("rollout/success_rate", "Share of the completed episodes that succeeded."),
@@ -43,7 +43,7 @@ NAMES = {
     "groups_dropped": ("train/groups_dropped", "Groups of GRPO in which all episodes have the same reward."),
     "parity": ("train/parity", "Parity gate: largest drift between acting and scoring, in standard deviations."),
     "parity_ratio": ("train/parity_ratio", "Parity gate: largest distance of an importance ratio from 1."),
-    "parity_skipped": ("train/parity_skipped", "Share of the stale decisions of which the parity gate saw no sample."),
+    "parity_skipped": ("train/parity_skipped", "Share of stale decisions, which the parity gate does not check."),
     "ess": ("train/ess", "Effective sample size, as a share of the decisions; 1: all data is on-policy."),
     "weight_mean": ("train/weight_mean", "Mean off-policy weight of stale decisions, before any cap."),
     "weight_max": ("train/weight_max", "Largest of these weights."),
@@ -79,7 +79,7 @@ NAMES = {
         "Share of tokens predicted correctly on new data, before training on it.",
     ),
     "wm_error": ("world_model/fresh_error", "Cross-entropy on new data, before training on it, in nats per token."),
-    "wm_disagreement": ("world_model/disagreement", "Disagreement of the world model's members on new data."),
+    "wm_disagreement": ("world_model/disagreement", "Disagreement of the ensemble members on new data."),
     "wm_loss": ("world_model/loss", "Loss of the world model in adversarial; in teacher it is avg_loss."),
     "wm_lr": ("world_model/lr", "Learning rate of the world model in adversarial; in teacher it is lr."),
     "wm_grad_norm": ("world_model/grad_norm", "Norm of the world model's gradient in adversarial."),
@@ -87,7 +87,7 @@ NAMES = {
         "world_model/steps_skipped",
         "Skipped gradient steps of the world model in adversarial, which were NaN or infinite.",
     ),
-    "loss_tokenizer": ("world_model/loss_tokenizer", "Loss of the tokenizer, which learns first."),
+    "loss_tokenizer": ("world_model/loss_tokenizer", "Loss of the tokenizer, which is trained first."),
     "loss_tokens": ("world_model/loss_tokens", "Cross-entropy of the next frame's tokens, in nats per token."),
     "loss_pictures": ("world_model/loss_pictures", "Image loss of the predicted frames."),
     "loss_state": ("world_model/loss_state", "Squared error of the predicted change of the state, normalised."),
@@ -100,7 +100,7 @@ NAMES = {
     ),
     "generations_error_now": (
         "world_model/generations_error_now",
-        "Error of the present world model on the same episodes.",
+        "Error of the current world model on the same episodes.",
     ),
     "steps_per_second": ("perf/steps_per_second", "Env steps per second, over all processes."),
     "collect_seconds": ("perf/collect_seconds", "Collecting a rollout."),
@@ -114,19 +114,19 @@ NAMES = {
     "actor_idle": ("perf/actor_idle", "Share of the time that the actor process waits."),
     "learner_idle": ("perf/learner_idle", "Share of the time that the learner waits."),
     "queue_depth": ("perf/queue_depth", "Waiting rollouts when the learner takes one."),
-    "staleness": ("perf/staleness", "Versions that a rollout's weights are behind when the learner takes it."),
+    "staleness": ("perf/staleness", "Staleness of a rollout, in policy versions, when the learner takes it."),
     "staleness_mean": ("perf/staleness_mean", "The same, averaged over the decisions of an update."),
     "staleness_max": ("perf/staleness_max", "The same for the oldest decision."),
-    "staleness_allowed": ("perf/staleness_allowed", "Allowed staleness of rollouts that begin now."),
+    "staleness_allowed": ("perf/staleness_allowed", "Allowed staleness of rollouts that start now."),
 }
-# prefix of names that end in a number or a name of one's own -> the group, and the meaning
+# prefix of names that end in a number or a user-defined name -> (group, meaning)
 FAMILIES = {
     "behind_": ("perf/", "`perf/behind_<n>`: share of the rollouts that were n versions behind."),
     "loss_": ("world_model/", "`world_model/loss_<part>`: other parts of the loss of your own world model."),
     "reward/": ("", "`reward/<term>`: mean of a reward term; `reward/<term>_normalized`: as it enters the reward."),
 }
 
-# of evaluations.jsonl
+# keys of evaluations.jsonl -> meaning
 EVALUATIONS = {
     "eval/episodes": "Number of held-out episodes.",
     "eval/success_rate": "Success rate of greedy actions; null if the env does not report success.",
@@ -153,7 +153,7 @@ EVALUATIONS = {
 
 
 def file_name(short: str) -> str:
-    """The name in files. A name with a group keeps it; an unknown one belongs to a phase of your own."""
+    """The name in files. A name with a group stays as it is; an unknown name gets the group `train`."""
     if short in NAMES:
         return NAMES[short][0]
     if "/" in short:

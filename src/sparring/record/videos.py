@@ -1,4 +1,4 @@
-"""Videos of episodes and predictions: drawn, encoded and listed by a thread while training goes on."""
+"""Videos of episodes and predictions; a separate thread draws, encodes and lists them during training."""
 
 import io
 import itertools
@@ -30,11 +30,11 @@ from sparring.record.log import LOGGER
 from sparring.record.overlay import Scene, filmstrip, write_png
 
 log = logging.getLogger(LOGGER)
-WAITING = 32  # jobs that wait for the encoder; a run films a few episodes at a time
-PATIENCE_S = 120.0  # seconds that the end of a run waits for the encoder
-LONGEST_S = 300.0  # seconds that a video may take; one that takes longer hangs
-FIRST_GUESS_S = 1.5  # seconds that a video takes, until one was made
-# small files soon; yuv420p and the index in front are what browsers want; one thread, as training goes on
+WAITING = 32  # maximum number of jobs in the queue; a run records a few episodes at a time
+ENCODER_TIMEOUT_S = 120.0  # timeout of the encoder at the end of a run
+LONGEST_S = 300.0  # timeout of one video
+FIRST_GUESS_S = 1.5  # estimated seconds per video before the first one is complete
+# a fast preset with small files; browsers need yuv420p and an index at the start; one thread leaves cores for training
 _CODING = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1"]
 _PLAYABLE = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4"]
 _NICE = 10
@@ -52,14 +52,14 @@ class VideoWriter:
         on_video: Callable[[Path, dict], None] | None = None,
         share: float = 1.0,
     ):
-        """`share`: of the time from now on that videos may take; those of evaluations always may."""
+        """`share`: maximum share of the time from now on that videos may take; evaluations are exempt."""
         self.folder, self.on_video = folder, on_video
         self.share, self.began = share, time.monotonic()
         self.encoder = _Encoder()
         self.rerun = _RerunFile(folder) if rerun else None
 
     def affords(self, videos: int = 1) -> bool:
-        """Whether there is time for so many more, if they take as long as those before."""
+        """Whether the time is enough for so many more videos, at the average time of the earlier ones."""
         encoder = self.encoder
         each = encoder.seconds / encoder.done if encoder.done else FIRST_GUESS_S
         return self.share == 1 or encoder.seconds + videos * each <= self.share * (time.monotonic() - self.began)
@@ -69,7 +69,7 @@ class VideoWriter:
             self.record_video(f"rollout_{progress.updates:06d}_{video.episode.env}", "rollout", video, progress, spec)
 
     def evaluation(self, videos: list[EpisodeVideo], progress: Progress, spec: EnvSpec) -> None:
-        # with the update: a policy may be evaluated twice while no episode ends
+        # the update makes names unique: a policy may be evaluated twice without a new episode in between
         update = f"_{progress.updates:06d}" if progress.episodes else ""
         for number, video in enumerate(videos):
             self.record_video(f"episode_{_number(progress):06d}{update}_{number}", "evaluation", video, progress, spec)
@@ -77,7 +77,7 @@ class VideoWriter:
     def record_video(
         self, name: str, kind: str, video: EpisodeVideo, progress: Progress, spec: EnvSpec, settings: str = ""
     ) -> Path:
-        """An episode as a video and as six of its moments; returns where the video will be."""
+        """Submit an episode as a video and a filmstrip; returns the path of the video."""
         path, episode = self.folder / "videos" / f"{name}.mp4", video.episode
         success = episode.success if spec.reports_success else None
         line = _index_line(name, kind, progress, spec.task_names[episode.task], episode.steps, episode.reward)
@@ -86,14 +86,14 @@ class VideoWriter:
         return path
 
     def prediction(self, prediction: Prediction, progress: Progress, spec: EnvSpec, anyway: bool = False) -> None:
-        """An episode with a world model's prediction: its middle as an image; with time or `anyway`, a video of all."""
+        """Submit an episode with its prediction as an image of its middle, and as a video if `anyway` or affordable."""
         number, rewards, task = _number(progress), prediction.rewards, spec.task_names[prediction.task]
         line = _index_line(f"episode_{number:06d}", "prediction", progress, task, len(rewards), float(rewards.sum()))
         line |= {"cameras": list(prediction.true), "strip": f"samples/episode_{number:04d}_pred_vs_gt.png"}
         self.encoder.submit(partial(self._make_prediction, line, prediction, spec, anyway))
 
-    def finish(self, patience_s: float = PATIENCE_S) -> None:
-        self.encoder.finish(patience_s)
+    def finish(self, timeout_s: float = ENCODER_TIMEOUT_S) -> None:
+        self.encoder.finish(timeout_s)
         if self.rerun is not None:
             self.rerun.flush()
 
@@ -107,7 +107,7 @@ class VideoWriter:
             self.rerun.record_video(Path(line["file"]).stem, video, views)
 
     def _make_prediction(self, line: dict, prediction: Prediction, spec: EnvSpec, anyway: bool) -> None:
-        write_png(self.folder / line["strip"], prediction.moment(line["steps"] // 2))
+        write_png(self.folder / line["strip"], prediction.frame(line["steps"] // 2))
         if not (anyway or self.affords()):
             return
         self._make_video(line, _prediction_scene(prediction, spec))
@@ -122,23 +122,23 @@ class VideoWriter:
             index.write(json.dumps(line) + "\n")
         if self.on_video is not None:
             self.on_video(file, line)
-        log.info("to look at: %s", file)
+        log.info("new video: %s", file)
 
 
 class _Encoder:
-    """Does jobs in order, in a thread that lives only while there are some; leaves a job out when `waiting` jobs wait.
-    A failing job costs its video and one warning per type of error."""
+    """Runs jobs in order, in a thread that ends if the queue is empty; skips a new job if `waiting` jobs are queued.
+    After an error in a job its video is missing; each type of error is logged once as a warning."""
 
     def __init__(self, waiting: int = WAITING):
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # held while a job is put in and while the thread finds that there is none
+        self._lock = threading.Lock()  # makes adding a job and ending the thread at an empty queue exclusive
         self._warned: set[type[Exception]] = set()
         self.left_out = 0
-        self.done, self.seconds = 0, 0.0  # finished jobs, and how long they took
+        self.done, self.seconds = 0, 0.0  # number and total time of finished jobs
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Never waits. False: the job was left out."""
+        """Add a job without waiting; False if the queue was full."""
         with self._lock:
             try:
                 self._jobs.put_nowait(job)
@@ -146,32 +146,32 @@ class _Encoder:
                 self.left_out += 1
                 return False
             if self._thread is None:
-                # a daemon: a process that is told to end at once does
+                # a daemon thread does not delay the end of the process
                 self._thread = threading.Thread(target=self._work, name="encoder", daemon=True)
                 self._thread.start()
         return True
 
-    def finish(self, patience_s: float = PATIENCE_S) -> None:
+    def finish(self, timeout_s: float = ENCODER_TIMEOUT_S) -> None:
         thread = self._thread
         if thread is not None:
-            thread.join(patience_s)
+            thread.join(timeout_s)
             if thread.is_alive():
-                log.warning("%s videos or pictures are not ready after %.0f s", self._jobs.qsize() + 1, patience_s)
+                log.warning("%s videos or images are not ready after %.0f s", self._jobs.qsize() + 1, timeout_s)
         if self.left_out:
             advice = "set rollout.render_episodes lower, or training.save_every and training.log_every higher"
             left_out, self.left_out = self.left_out, 0
-            log.warning("%s videos or pictures were left out, as %s waited; %s", left_out, self._jobs.maxsize, advice)
+            log.warning("%s videos or images were left out, as %s waited; %s", left_out, self._jobs.maxsize, advice)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
             began = time.monotonic()
             try:
                 job()
-            except Exception as error:  # drawing, disks and ffmpeg fail in many ways; training goes on in each
+            except Exception as error:  # drawing, disks and ffmpeg fail in many ways; training continues
                 level = logging.DEBUG if type(error) in self._warned else logging.WARNING
                 self._warned.add(type(error))
                 reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                log.log(level, "a picture or video is missing: %s", reason)
+                log.log(level, "an image or video is missing: %s", reason)
             self.done, self.seconds = self.done + 1, self.seconds + time.monotonic() - began
 
     def _next(self) -> Callable[[], None] | None:
@@ -184,7 +184,7 @@ class _Encoder:
 
 
 def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
-    """`[H, W, 3]` uint8 frames of one size, as H.264 that browsers play, by a process of low priority."""
+    """Encode `[H, W, 3]` uint8 frames of one size as H.264 for browsers, in a process of low priority."""
     frames = iter(frames)
     first = next(frames)
     given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{first.shape[1]}x{first.shape[0]}", "-r", str(fps)]
@@ -192,23 +192,23 @@ def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
     partial = partial_of(path)
     command = [find_ffmpeg(), "-y", "-v", "error", *given, "-i", "-", *_CODING, *_PLAYABLE, str(partial)]
     with tempfile.TemporaryFile() as output:
-        # in its own session: Ctrl-C is ours to answer, and must not cut a video short
+        # in its own session, so that Ctrl-C does not cut a video short
         ffmpeg = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=output, start_new_session=True)
-        # `write` and `wait` end when it is dead
+        # kill it at the timeout: `write` and `wait` below return then
         limit = threading.Timer(LONGEST_S, ffmpeg.kill)
         limit.daemon = True
         limit.start()
         try:
             try:
-                # never below our own niceness, which an unprivileged process may not lower
+                # at least the niceness of this process: an unprivileged process may not lower it
                 os.setpriority(os.PRIO_PROCESS, ffmpeg.pid, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))
             except OSError:
-                pass  # it has ended, or may not be changed
+                pass  # ffmpeg has ended, or its priority may not be changed
             for frame in itertools.chain([first], frames):
                 ffmpeg.stdin.write(np.ascontiguousarray(frame).data)
             ffmpeg.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended, and says why
+            pass  # ffmpeg has ended; its exit code and output are read below
         except BaseException:
             ffmpeg.kill()
             raise
@@ -218,7 +218,7 @@ def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
         if code:
             output.seek(0)
             reason = output.read().decode(errors="replace").strip().splitlines()
-            reason += [f"it was not done after {LONGEST_S:g} seconds"] if late else []
+            reason += [f"no result after {LONGEST_S:g} seconds"] if late else []
             partial.unlink(missing_ok=True)
             raise UserError(f"'{path}': ffmpeg failed ({reason[-1] if reason else f'exit code {code}'})")
     partial.replace(path)
@@ -226,7 +226,7 @@ def _write_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> Path:
 
 
 def _by_camera(frames: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
-    """`[H, M W, 3]` each -> `[H, W, 3]` of each of the M cameras, without their edges."""
+    """Split frames `[H, M W, 3]` into frames `[H, W, 3]` of each of the M cameras, without their edges."""
     if len(cameras) < 2:
         return {cameras[0] if cameras else "": frames}
     width = frames[0].shape[1] // len(cameras)
@@ -235,16 +235,16 @@ def _by_camera(frames: list[np.ndarray], cameras: tuple[str, ...]) -> dict[str, 
 
 
 def _episode_scene(video: EpisodeVideo, views: dict[str, list[np.ndarray]], spec: EnvSpec) -> Scene:
-    """Each frame with the reward of the step that led to it and the value of the newest decision."""
+    """Each frame has the reward of the step before it and the value of the newest decision as captions."""
     # [T + 1]: no reward before the first step, no decision after the last
     rewards, values = np.append(0.0, video.rewards), np.append(video.values, video.values[-1:])
     captions: list[tuple[str, ...]] = [
-        (f"step {moment}/{len(video.rewards)}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
-        for moment, (reward, total) in enumerate(zip(rewards, rewards.cumsum(), strict=True))
+        (f"step {step}/{len(video.rewards)}", f"reward {_figure(reward)}", f"sum {_figure(total)}")
+        for step, (reward, total) in enumerate(zip(rewards, rewards.cumsum(), strict=True))
     ]
     if np.isfinite(video.values).any():
         captions = [(*texts, f"value {_figure(value)}") for texts, value in zip(captions, values, strict=True)]
-    captions = captions[: len(video.frames)]  # a simulator may have stopped drawing on the way
+    captions = captions[: len(video.frames)]  # frames can be fewer: rendering may have failed during the episode
     success = video.episode.success if spec.reports_success else None
     return Scene([list(views.items())], _title(spec, video.episode.task), captions, success, spec.control_hz)
 
@@ -256,10 +256,10 @@ def _prediction_scene(prediction: Prediction, spec: EnvSpec) -> Scene:
         predicted = prediction.predicted[camera]
         rows.append([(f"{camera}, predicted", list(predicted)), (f"{camera}, true", list(true))])
         errors.append(np.abs(predicted.astype(np.int16) - true).mean((1, 2, 3)))
-    steps, moments = len(rewards), zip(rewards, rewards.cumsum(), np.mean(errors, 0), strict=True)
+    steps, numbers = len(rewards), zip(rewards, rewards.cumsum(), np.mean(errors, 0), strict=True)
     captions: list[tuple[str, ...]] = [
-        (f"decision {t}/{steps}", f"reward {_figure(reward)}", f"sum {_figure(total)}", f"off by {off:.1f} of 255")
-        for t, (reward, total, off) in enumerate(moments, 1)
+        (f"decision {t}/{steps}", f"reward {_figure(reward)}", f"sum {_figure(total)}", f"error {error:.1f} of 255")
+        for t, (reward, total, error) in enumerate(numbers, 1)
     ]
     return Scene(rows, _title(spec, prediction.task), captions, None, prediction.rate)
 
@@ -277,7 +277,7 @@ def _title(spec: EnvSpec, task: int) -> str:
 
 
 def _number(progress: Progress) -> int:
-    """Where no robot acts, updates are all there is to count."""
+    """The number of episodes, or of updates in a phase without robots."""
     return progress.episodes or progress.updates
 
 
@@ -286,30 +286,30 @@ def _figure(value: float) -> str:
 
 
 class _RerunFile:
-    """`recording.rrd` for the Rerun viewer (`recording-2.rrd`, ... when resumed): `<name>/camera/<camera>`, `state`,
-    `action`, `reward`, `value` on the timeline `step`; of predictions `<name>/{true,predicted}/<camera>` on `decision`.
+    """`recording.rrd` for the Rerun viewer (`recording-2.rrd`, ... after a resume): `<name>/camera/<camera>`, `state`,
+    `action`, `reward`, `value` on the timeline `step`; predictions: `<name>/{true,predicted}/<camera>` on `decision`.
     """
 
     def __init__(self, folder: Path):
-        # before training, as it takes half a second
+        # here, before training: the import takes half a second
         import rerun
 
         self._rerun, self.folder = rerun, folder
         self._stream: Any = None
 
     def record_video(self, name: str, video: EpisodeVideo, views: dict[str, list[np.ndarray]]) -> None:
-        for camera, pictures in views.items():
-            self._pictures("step", f"{name}/camera/{camera}", pictures)
+        for camera, images in views.items():
+            self._images("step", f"{name}/camera/{camera}", images)
         self._numbers("step", name, video)
-        # before the first step there is no reward, after the last no decision
+        # the first frame has no reward, the last one no decision
         self._series("step", f"{name}/reward", video.rewards, first=1)
         if np.isfinite(video.values).any():
             self._series("step", f"{name}/value", video.values)
 
     def prediction(self, name: str, prediction: Prediction) -> None:
         for kind, cameras in (("true", prediction.true), ("predicted", prediction.predicted)):
-            for camera, pictures in cameras.items():
-                self._pictures("decision", f"{name}/{kind}/{camera}", list(pictures), first=1)
+            for camera, images in cameras.items():
+                self._images("decision", f"{name}/{kind}/{camera}", list(images), first=1)
         self._numbers("decision", name, prediction)
         self._series("decision", f"{name}/reward", prediction.rewards, first=1)
 
@@ -323,19 +323,19 @@ class _RerunFile:
                 self._series(timeline, f"{name}/{part}", rows)
 
     def _series(self, timeline: str, entity: str, values: np.ndarray, first: int = 0) -> None:
-        """`[T]` or `[T, K]`, the first of them at moment `first`."""
+        """`values`: `[T]` or `[T, K]`; the first is at time `first`."""
         columns = self._rerun.Scalars.columns(scalars=values.astype(np.float64).ravel())
         if values.ndim == 2:
             columns = columns.partition([values.shape[1]] * len(values))
         self._send(timeline, entity, len(values), first, columns)
 
-    def _pictures(self, timeline: str, entity: str, pictures: list[np.ndarray], first: int = 0) -> None:
+    def _images(self, timeline: str, entity: str, images: list[np.ndarray], first: int = 0) -> None:
         from PIL import Image
 
         blobs = []
-        for picture in pictures:
+        for image in images:
             file = io.BytesIO()
-            Image.fromarray(np.ascontiguousarray(picture)).save(file, "JPEG", quality=_JPEG_QUALITY)
+            Image.fromarray(np.ascontiguousarray(image)).save(file, "JPEG", quality=_JPEG_QUALITY)
             blobs.append(file.getvalue())
         columns = self._rerun.EncodedImage.columns(blob=blobs, media_type=["image/jpeg"] * len(blobs))
         self._send(timeline, entity, len(blobs), first, columns)

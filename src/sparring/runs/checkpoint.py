@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -60,11 +60,23 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used, and why."""
 
 
-def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, config_yaml: str, spec: EnvSpec) -> Path:
-    """Write `folder/checkpoint-<update>`. Killed at any moment, it leaves the earlier ones as they were."""
+def save_checkpoint(
+    folder: Path,
+    update: int,
+    model: nn.Module,
+    state: dict,
+    config_yaml: str,
+    spec: EnvSpec,
+    approve: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write `folder/checkpoint-<update>`. Killed at any moment, it leaves the earlier ones as they were.
+
+    `approve` is called before it becomes a checkpoint, and raises where it must not.
+    """
     target = folder / f"checkpoint-{update}"
     if os.path.lexists(target):
         if not (wrong := damage_of(target)):  # the same update saved twice holds the same
+            approve()
             return target
         _move_aside(target, wrong)
     partial = folder / f".partial-checkpoint-{update}"
@@ -81,9 +93,10 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
     with new("training_state.pt") as file:
         _write_state(file, state)
     shards = _shards(model)
+    tensors: dict[str, list] = {}
     for name, weights in shards.items():
         with new(name) as file:
-            _write_weights(file, weights)
+            tensors |= _write_weights(file, weights)
     texts = {"config.yaml": config_yaml, "spec.json": json.dumps(asdict(spec), indent=2)}
     if len(shards) > 1:
         places = {name: shard for shard, weights in shards.items() for name in weights}
@@ -91,8 +104,12 @@ def save_checkpoint(folder: Path, update: int, model: nn.Module, state: dict, co
     for name, text in texts.items():
         with new(name) as file:
             file.write(text.encode())
-    tensors = {name: kind for shard in shards for name, kind in _tensors_in(partial / shard).items()}
     config = files["config.yaml"]["sha256"]
+    try:
+        approve()
+    except Exception:
+        shutil.rmtree(partial)
+        raise
     write_manifest(partial, "checkpoint", files, update=update, config=config, tensors=tensors)
     flush(partial)
     partial.rename(target)
@@ -125,8 +142,11 @@ def _shards(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
-def _write_weights(file: HashedFile, weights: dict[str, torch.Tensor]) -> None:
-    """The bytes that `safetensors.torch.save_file` writes; from where they are, and tensors may share memory."""
+def _write_weights(file: HashedFile, weights: dict[str, torch.Tensor]) -> dict[str, list]:
+    """The bytes that `safetensors.torch.save_file` writes; from where they are, and tensors may share memory.
+
+    Returns what `_tensors_in` reads of them.
+    """
     kinds = [*_DTYPES]
     names = sorted(weights, key=lambda name: (kinds.index(weights[name].dtype), name))
     head: dict[str, dict] = {}
@@ -141,6 +161,7 @@ def _write_weights(file: HashedFile, weights: dict[str, torch.Tensor]) -> None:
     for name in names:
         flat = weights[name].detach().cpu().contiguous().reshape(-1)
         file.write(flat.view(torch.uint8).numpy().data)
+    return {name: [about["dtype"], about["shape"]] for name, about in head.items()}
 
 
 def _move_aside(checkpoint: Path, wrong: list[str]) -> None:

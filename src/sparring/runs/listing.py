@@ -1,7 +1,5 @@
 """`sparring runs`: which run folders there are, and the state of each, by its status.json. Torch-free: it is fast."""
 
-import errno
-import fcntl
 import math
 import os
 import platform
@@ -13,6 +11,7 @@ from typing import Any
 
 from sparring.config.text import read_settings
 from sparring.errors import UserError
+from sparring.processes.files import is_held
 from sparring.processes.rows import Document
 
 # what a run writes next to its config, any of it
@@ -108,27 +107,6 @@ def _look_at(folder: Path) -> RunState:
     updated = status.get("updated") or max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
     state, age = _state(folder, status), time.time() - updated
     return RunState(path=str(folder), state=state, bytes=size_of(folder), age=age, **told)
-
-
-def is_held(folder: Path) -> bool | None:
-    """Whether a process trains there; None: unknown. Asking takes the lock for a moment, see `take_lock`."""
-    try:
-        handle = os.open(folder / "writer.lock", os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    except PermissionError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-            return None
-        raise
-    finally:
-        os.close(handle)
-    return False
 
 
 def lives(folder: Path, status: dict) -> bool | None:

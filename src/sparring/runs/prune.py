@@ -10,10 +10,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from sparring.errors import UserError
+from sparring.processes.files import is_held
 from sparring.processes.rows import RowFile
 from sparring.runs.checkpoint import checkpoints, damage_of, newest_whole
 from sparring.runs.folder import folder_lock
-from sparring.runs.listing import is_held, size_of, why_no_checkpoint
+from sparring.runs.listing import size_of, why_no_checkpoint
 
 
 class _Measure(NamedTuple):

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -195,7 +196,7 @@ class Run:
         elif isinstance(error, PeerGone) or self.phase.learning:
             # the processes save together; in the middle of an update weights and optimiser do not belong together
             pass
-        elif unfit := self.checkpoints.unfit(self):
+        elif unfit := not_finite(self.phase.model, self.phase.model.state_dict(), self.phase.state_dict()):
             self.console.end()
             log.warning("failed, and is not saved: NaN, infinite or impossible numbers in %s by now", unfit)
         # collecting failed, and all else is as the last update left it; a start that fails does not take the folder
@@ -317,7 +318,7 @@ class _RunRecorder(Recorder):
         run.status.progress(progress, run.fraction)
         if progress.updates % run.config.training.log_every == 0 or run.fraction >= 1:
             self.write_line(run)
-            if self.videos is not None and (prediction := phase.pictures()):
+            if self.videos is not None and (prediction := phase.newest_prediction()):
                 # the last one is always made into a video
                 self.videos.prediction(prediction, progress, phase.env.spec, run.fraction >= 1)
         # pictures take the main process its time
@@ -355,26 +356,32 @@ class _Checkpoints:
             self.save(run)
 
     def save(self, run: Run) -> None:
-        """Every process brings its own state, the main one writes."""
+        """Every process brings its own state, the main one writes. What is not finite is never a checkpoint."""
         phase, distributed = run.phase, run.distributed
         own = phase.process_state() | {"random": random_state(distributed.device)}
-        processes = distributed.gather_objects([own])
-        updates = phase.progress.updates
-        unfit = self.unfit(run)
-        if distributed.max(float(unfit is not None)):
-            raise diverged(run.config, updates, unfit) if unfit else OtherFailed(_NOT_SAVED)
-        if run.folder is not None:
-            state = {"phase": phase.state_dict(), "processes": processes, "pending": dict(run.recorder.pending)}
-            state["recorder"] = run.recorder.state_dict()
-            saved = save_checkpoint(run.folder, updates, phase.model, state, run.config.to_yaml(), phase.env.spec)
-            remove_old(run.folder, run.config.training.keep_checkpoints, saved)
+        state: dict[str, Any] = {"phase": phase.state_dict(), "processes": distributed.gather_objects([own])}
+        updates, weights = phase.progress.updates, phase.model.state_dict()
+        # one process checks the weights while it writes them; several check first, since a collective has a time limit
+        check_first = distributed.world_size > 1 or run.folder is None
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            checked = thread.submit(not_finite, phase.model, weights, state["phase"])
+
+            def approve() -> None:
+                unfit = checked.result()
+                if distributed.max(float(unfit is not None)):
+                    raise diverged(run.config, updates, unfit) if unfit else OtherFailed(_NOT_SAVED)
+
+            if check_first:
+                approve()
+            if run.folder is not None:
+                state |= {"pending": dict(run.recorder.pending), "recorder": run.recorder.state_dict()}
+                about = run.config.to_yaml(), phase.env.spec
+                approval = (lambda: None) if check_first else approve
+                saved = save_checkpoint(run.folder, updates, phase.model, state, *about, approval)
+                remove_old(run.folder, run.config.training.keep_checkpoints, saved)
         self.saved_at = updates
         # nobody leaves while the main process is still writing
         distributed.barrier()
-
-    def unfit(self, run: Run) -> str | None:
-        """What must not be saved, in words: the checkpoint before would have to make room for it."""
-        return not_finite(run.phase.model, run.phase.model.state_dict(), run.phase.state_dict())
 
 
 class _Evaluator:

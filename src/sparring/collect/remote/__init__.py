@@ -1,1 +1,1 @@
-"""Collection in a process of its own (rollout.mode=async)."""
+"""Collection in a separate process (rollout.mode=async)."""

@@ -1,9 +1,9 @@
-"""The collecting process of rollout.mode=async: it owns the robots and a copy of the policy, and fills rollouts.
+"""The actor process of rollout.mode=async: it has the env and a copy of the policy, and collects rollouts.
 
-Run as `python -m sparring.collect.remote.actor <fd>`, where fd is its end of a pipe to the learner. Rollout k begins
-when the weights are of version k - staleness or newer, with the newest there are; the learner may ask for less
-staleness than was agreed on at first. k's slot is k modulo (that + 1), which the learner is then done with. It ends
-when the pipe is closed, as it also is when the learner dies.
+Run as `python -m sparring.collect.remote.actor <fd>`, where fd is its end of a pipe to the learner. Rollout k starts
+when version k - staleness of the weights or a newer one is published, and uses the newest. The learner may reduce the
+staleness later. The slot of rollout k is k modulo (initial staleness + 1), which the learner does not need any more by
+then. The process ends when the pipe is closed, which also happens if the learner dies.
 """
 
 import logging
@@ -31,58 +31,58 @@ from sparring.processes.distributed import exact_kernels, random_state, seed_eve
 from sparring.processes.heartbeat import StageDeadlines
 from sparring.processes.memory import Column, SharedHandle, SharedMemory
 
-# what is left of a process in the middle of something to end in peace, after the learner hung up
-_LEAVE_S = 1.0
+# timeout for the running stage to end after the learner disconnected, and then for the env to close
+_STOP_S = 1.0
 
 
-class _HungUp(Exception):
-    """The learner is not there any more."""
+class _Disconnected(Exception):
+    """The learner closed the pipe or died."""
 
 
 class _ActorPipe:
     """The pipe to the learner.
 
-    A thread sends: a learner that is busy does not hold up the robots. Another one listens to what the learner says.
+    One thread sends, so that a busy learner does not delay the robots. Another one receives messages.
     """
 
     def __init__(self):
-        self.version, self.staleness, self.videos, self.hung_up = -1, 0, 0, False
-        # the process knows of its end, and closes the robots
+        self.version, self.staleness, self.videos, self.disconnected = -1, 0, 0, False
+        # whether the main thread is ending and closes the env itself
         self.ending = False
-        # closes them when the learner hangs up, whatever they are at
-        self.close_robots: Callable[[], None] = lambda: None
+        # closes the env if the learner disconnects, in any stage
+        self.close_env: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._sender = ThreadPoolExecutor(1)
-        self._pipe = connect_to_parent(self._leave)
+        self._pipe = connect_to_parent(self._stop)
 
     def send(self, message: Any) -> None:
-        """As it is now; it may change before it is sent."""
+        """Send the message in its current state; packed here, because it may change before it is written."""
         self._sender.submit(self._write, self._pipe.pack(message))
 
     def finish(self) -> None:
-        """When all is sent, or nobody is there to read it."""
+        """Wait until all messages are sent, or the learner has disconnected."""
         self._sender.shutdown()
 
     def receive(self) -> Any:
         try:
             return self._pipe.receive()
         except (EOFError, OSError):
-            raise _HungUp from None
+            raise _Disconnected from None
 
-    def listen(self, begin: Begin) -> None:
-        """For notices, from now on."""
+    def start_receiving(self, begin: Begin) -> None:
+        """Receive changes of `version`, `staleness` and `videos` in a thread from now on."""
         self.version, self.staleness, self.videos = begin.number, begin.staleness, begin.videos
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._receive_changes, daemon=True).start()
 
-    def wait_for_turn(self, number: int) -> None:
-        """Until the rollout of this number may begin."""
+    def wait_for_weights(self, number: int) -> None:
+        """Wait until the rollout of this number may start."""
         with self._changed:
-            self._changed.wait_for(lambda: self.hung_up or self.version >= number - self.staleness)
+            self._changed.wait_for(lambda: self.disconnected or self.version >= number - self.staleness)
         self.check()
 
     def check(self) -> None:
-        if self.hung_up:
-            raise _HungUp
+        if self.disconnected:
+            raise _Disconnected
 
     def take_video_request(self) -> int:
         with self._changed:
@@ -93,70 +93,70 @@ class _ActorPipe:
         try:
             self._pipe.write(packed)
         except OSError:
-            self._hang_up()
+            self._disconnect()
 
-    def _listen(self) -> None:
-        with suppress(_HungUp):
+    def _receive_changes(self) -> None:
+        with suppress(_Disconnected):
             while True:
-                notice: dict[str, int] = self.receive()
+                changes: dict[str, int] = self.receive()
                 with self._changed:
-                    vars(self).update(notice)
+                    vars(self).update(changes)
                     self._changed.notify()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         with self._changed:
-            self.hung_up = True
+            self.disconnected = True
             self._changed.notify()
 
-    def _leave(self) -> None:
-        """Whoever waits for this process does not wait for robots in the middle of something."""
-        self._hang_up()
-        time.sleep(_LEAVE_S)
-        closing = threading.Thread(target=self.close_robots, daemon=True)
+    def _stop(self) -> None:
+        """Close the env within a limited time, even if a stage hangs, so that nothing waits for this process."""
+        self._disconnect()
+        time.sleep(_STOP_S)
+        closing = threading.Thread(target=self.close_env, daemon=True)
         closing.start()
-        closing.join(_LEAVE_S)
+        closing.join(_STOP_S)
         if self.ending:
-            closing.join(CLOSE_S - _LEAVE_S)
+            closing.join(CLOSE_S - _STOP_S)
 
 
 class _Actor:
-    """`factory()` makes the collector, its buffer, and the scorer of the parity gate."""
+    """`factory()` creates the collector, its buffer, and the scorer of the parity gate."""
 
     def __init__(self, pipe: _ActorPipe, factory: Any, deadlines: SharedHandle):
         rollout, folder = factory.config.rollout, factory.config.buffer.folder
-        # folder: where rollouts lie; None: in RAM
+        # folder: the folder of rollouts; None: RAM
         self.pipe, self.slots, self.folder = pipe, rollout.staleness + 1, Path(folder) if folder else None
         # [groups, len(WATCHED)]
         table = SharedMemory.attach(deadlines).arrays["deadlines",]
         self.deadlines = StageDeadlines(table, WATCHED, rollout.watchdog_s)
         self.collector, self.buffer, self.scorer = factory()
         self.device = self.collector.env.device
-        for lane, collector in enumerate(self.collector.lanes):
-            collector.stopwatch = self._watched_stopwatch(f"collector {lane}", lane)
+        for group, collector in enumerate(self.collector.by_group):
+            collector.stopwatch = self._watched_stopwatch(f"collector {group}", group)
         self.collector.stopwatch = self.stopwatch = self._watched_stopwatch("collector", 0)
         self.rollouts: SharedMemory | None = None
         self.states = TensorSlots(self.slots, self.folder)
         self._closing, self._closed = threading.Lock(), False
         self.deadlines.leave(0, "make")
 
-    def _watched_stopwatch(self, who: str, lane: int) -> Stopwatch:
-        """Shows by when each stage has to be over, and ends where the learner has gone."""
+    def _watched_stopwatch(self, who: str, group: int) -> Stopwatch:
+        """A stopwatch that writes the deadline of each stage, and raises _Disconnected after a disconnection."""
 
         def enter(stage: str) -> None:
             self.pipe.check()
-            self.deadlines.enter(lane, stage)
+            self.deadlines.enter(group, stage)
 
-        return Stopwatch(who, enter, partial(self.deadlines.leave, lane))
+        return Stopwatch(who, enter, partial(self.deadlines.leave, group))
 
     def close(self) -> None:
-        """Once, whoever asks first; the others wait for it."""
+        """Close the env once; further calls, from any thread, wait for the first."""
         with self._closing:
             if not self._closed:
                 self._closed = True
                 self.collector.env.close()
 
     def load_state_dict(self, state: dict) -> bool:
-        """Go on from the state of a report."""
+        """Continue from the state of a report."""
         with self.stopwatch.stage("load", self.collector.version):
             set_random_state(state["random"], self.device)
             return self.collector.load_state_dict(state)
@@ -165,12 +165,12 @@ class _Actor:
         self.collector.reseed(more)
 
     def act(self, begin: Begin) -> None:
-        """For ever."""
+        """Collect rollouts until the learner disconnects."""
         collector, stopwatch = self.collector, self.stopwatch
         weights, number = WeightsReader(begin.weights, collector.policy), begin.number
         while True:
             with stopwatch.stage("wait", collector.version):
-                self.pipe.wait_for_turn(number)
+                self.pipe.wait_for_weights(number)
             with stopwatch.stage("load", collector.version):
                 collector.version = weights.load()
             if videos := self.pipe.take_video_request():
@@ -178,7 +178,7 @@ class _Actor:
             collector.collect(self.buffer)
             rollout = self.buffer.rollout()
             with stopwatch.stage("gate", collector.version):
-                # before these weights are gone
+                # here, before newer weights replace the acting ones
                 parity = self.scorer.replay(rollout, collector.version) if self.scorer else None
             with stopwatch.stage("share", collector.version):
                 self._share(rollout, number)
@@ -202,37 +202,37 @@ class _Actor:
         metrics = {f"{stage}_seconds": seconds[stage] for stage in ("collect", "wait")}
         metrics["handover_seconds"] = sum(seconds[stage] for stage in ("load", "gate", "share", "report"))
         busy, spans = collector.drain_stages()
-        state = self.states.take_out(collector.state_dict() | {"random": random_state(self.device)}, number)
-        done = (collector.version, len(self.buffer.rollout()), collector.env_steps, collector.env.spec)
+        state = self.states.extract(collector.state_dict() | {"random": random_state(self.device)}, number)
+        counts = (collector.version, len(self.buffer.rollout()), collector.env_steps, collector.env.spec)
         videos = [video.rendered() for video in collector.drain_videos()]
         played = (collector.drain_episodes(), videos, spans)
         rollouts = self.rollouts.handle if first else None
         states = self.states.shared.handle if first and self.states.shared else None
-        return Report(number, *done, state, busy | metrics, parity, *played, rollouts, states)
+        return Report(number, *counts, state, busy | metrics, parity, *played, rollouts, states)
 
 
 def _serve(pipe: _ActorPipe) -> None:
-    """Make the robots, answer calls, then collect until the learner hangs up; the last message is what went wrong."""
+    """Create the env, answer calls, then collect until the learner disconnects; an error is sent as last message."""
     actor = None
     try:
         factory, deadlines = pipe.receive()
         exact_kernels()
         torch.set_num_threads(factory.config.threads or 1)
         seed_everything(factory.random_seed)
-        _go_first(factory.device)
+        _prioritise(factory.device)
         actor = _Actor(pipe, factory, deadlines)
-        pipe.close_robots = actor.close
+        pipe.close_env = actor.close
         pipe.send(actor.collector.env.spec)
         while not isinstance(message := pipe.receive(), Begin):
             method, arguments = message
             pipe.send(getattr(actor, method)(*arguments))
-        pipe.listen(message)
+        pipe.start_receiving(message)
         actor.act(message)
-    except _HungUp:
+    except _Disconnected:
         return
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever somebody else's robots and policy raise
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # third-party envs and policies may raise anything
         (what, trace), diverged = error_report(error), isinstance(error, Diverged)
-        collectors = [*actor.collector.lanes, actor.collector] if actor else []
+        collectors = [*actor.collector.by_group, actor.collector] if actor else []
         stages = [collector.stopwatch.failed for collector in collectors]
         pipe.send(Failure(what, next(filter(None, stages), "wait") if actor else "make", trace, diverged))
         pipe.finish()
@@ -242,20 +242,20 @@ def _serve(pipe: _ActorPipe) -> None:
             actor.close()
 
 
-def _go_first(device: torch.device) -> None:
-    """On a GPU that acts and learns, acting comes first: robots wait for it, and it is short. (Where MPS runs.)"""
+def _prioritise(device: torch.device) -> None:
+    """Give acting priority over learning on the same GPU (under MPS), because it is short and robots wait for it."""
     if device.type == "cuda":
-        # lower numbers are served first; usual streams have 0
+        # lower numbers have priority; the default is 0
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
 
 
 def _main() -> None:
     pipe = _ActorPipe()
-    # the learner keeps what is said here in its log of envs
+    # the learner writes this process's messages to its env log
     logging.basicConfig(format="%(levelname)s %(message)s")
     logging.getLogger("sparring").setLevel(logging.DEBUG)
     _serve(pipe)
-    # threads that simulate may still be at it
+    # `_exit`, because threads may still be simulating
     sys.stdout.flush()
     os._exit(0)
 

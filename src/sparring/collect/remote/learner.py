@@ -1,4 +1,4 @@
-"""The learner's side of rollout.mode=async: robots that another process owns, seen as an env and a collector."""
+"""The learner's side of rollout.mode=async: an env and a collector for robots of the actor process."""
 
 import math
 import os
@@ -25,32 +25,32 @@ from sparring.processes.memory import Column, SharedMemory
 if TYPE_CHECKING:
     from sparring.config.schema import Config
 
-# good rollouts after which robots may be further behind again, at most
+# maximum number of good rollouts before the allowed staleness is raised again
 _MOST_NEEDED = 32
-# what it gets to leave by itself when it hangs, which takes it 1 s
+# timeout for a hanging actor process to end by itself, which takes 1 s (see `_ActorPipe._stop`)
 _CLOSE_HUNG_S = 2.0
-# of the learner's rank; the collecting process belongs to no group of processes
+# variables of the learner's rank; the actor process belongs to no process group
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ActorProcess:
-    """The collecting process. Whatever ends it other than `close` is raised, as a StageFailed, by `receive`."""
+    """The actor process. If it ends without `close`, `receive` raises StageFailed with the reason."""
 
     def __init__(self, factory: Any, config: "Config"):
         rollout = config.rollout
-        # kept until the other has attached it
+        # kept until the actor process has attached it
         self._table = SharedMemory.make({("deadlines",): Column((rollout.groups, len(WATCHED)), np.dtype("float64"))})
         self.deadlines = StageDeadlines(self._table.arrays["deadlines",], WATCHED, rollout.watchdog_s)
         self.deadlines.enter(0, "make", MAKING_S)
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-        self.child = Child("sparring.collect.remote.actor", "collecting process", environment)
-        # also runs when this is garbage, and when the interpreter ends
+        self.child = Child("sparring.collect.remote.actor", "actor process", environment)
+        # also runs when this object is collected as garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, self.child.end, CLOSE_S)
         self._has_reported = False
         self.send((factory, self._table.handle))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method of the actor's, before it collects."""
+        """Call a method of the actor before it collects; returns the result."""
         self.send((method, arguments))
         return self.receive()
 
@@ -69,24 +69,24 @@ class ActorProcess:
         if message.diverged:
             self.close()
             raise Diverged(message.message)
-        trace = f"\n\nTraceback of the collecting process:\n{message.traceback}" if message.traceback else ""
+        trace = f"\n\nTraceback of the actor process:\n{message.traceback}" if message.traceback else ""
         failed = self._failed(f"{DOING[message.stage]}: {message.message}{trace}")
         raise failed if trace or message.stage != "make" else UserError(message.message)
 
     def reports(self, wait: bool) -> list[Report]:
-        """Those that have come; with `wait`, one at least."""
+        """Returns the reports received so far; with `wait`, at least one."""
         reports = [self.receive()] if wait else []
         while self.child.has_message():
             reports.append(self.receive())
         self._check_alive()
         return reports
 
-    def close(self, patience_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         if self._finalizer.detach():
-            self.child.end(patience_s)
+            self.child.end(timeout_s)
 
     def _check(self) -> None:
-        """While the learner waits for it."""
+        """Raise if the actor process has ended or hangs; called while the learner waits for it."""
         self._check_alive()
         if OwnStages.now is not None:
             OwnStages.now.check()
@@ -95,29 +95,29 @@ class ActorProcess:
         if late:
             group, stage = late
             raise self._failed(overdue(stage, group, watchdog_s), _CLOSE_HUNG_S)
-        # between two stages hardly any time goes by, and it is not the weights that it waits for: we wait for it
-        patience = watchdog_s * (1 if self._has_reported else FIRST_TIME)
-        if idle_s > patience:
-            doing = "is stopped, by a signal (SIGSTOP)" if self.child.is_stopped() else "does nothing"
-            given = f"{patience:g} seconds (rollout.watchdog_s; the first time {FIRST_TIME} times as long)"
-            raise self._failed(f"it {doing}, for {given}", _CLOSE_HUNG_S)
+        # idle means hanging: the time between two stages is short, and it cannot wait for weights while we wait for it
+        timeout_s = watchdog_s * (1 if self._has_reported else FIRST_TIME)
+        if idle_s > timeout_s:
+            state = "is stopped by a signal (SIGSTOP)" if self.child.is_stopped() else "is idle"
+            limit = f"{timeout_s:g} seconds (rollout.watchdog_s; the first time {FIRST_TIME} times as long)"
+            raise self._failed(f"it {state} for {limit}", _CLOSE_HUNG_S)
 
     def _check_alive(self) -> None:
         if self.child.process.poll() is not None and not self.child.has_message():
             raise self._failed(f"it {self.child.death(CLOSE_S)}")
 
-    def _failed(self, what: str, patience_s: float = CLOSE_S) -> StageFailed:
-        self.close(patience_s)
-        return StageFailed(f"the collecting process failed: {what}")
+    def _failed(self, what: str, timeout_s: float = CLOSE_S) -> StageFailed:
+        self.close(timeout_s)
+        return StageFailed(f"the actor process failed: {what}")
 
 
 class RemoteEnv:
-    """What there is to know of robots that another process owns."""
+    """The attributes of the env in the actor process."""
 
     def __init__(self, factory: Any, config: "Config"):
         self.actor = ActorProcess(factory, config)
         self.num_envs, self.config, self.device = config.rollout.n_envs, config.env, factory.device
-        # when the robots are made
+        # sent when the env has been created
         self.spec: EnvSpec = self.actor.receive()
 
     def close(self) -> None:
@@ -125,7 +125,8 @@ class RemoteEnv:
 
 
 class ReceivedRollout:
-    """The rollout that is learned from: on the CPU where it lies, for a GPU as a copy. Gone when weights change."""
+    """The rollout for the next update: a view of shared memory on the CPU, a copy on a GPU. Valid until the weights
+    change."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -136,7 +137,8 @@ class ReceivedRollout:
         views = {key: tensor[slot, :decisions] for key, tensor in rollouts.tensors.items()}
         self._rollout = TensorDict({}, next(iter(views.values())).shape[:2])
         for key, view in views.items():
-            # a GPU has read it before it has computed the weights whose publication lets others write there
+            # safe without waiting: the GPU copies it before it computes the next weights, and the actor process does
+            # not overwrite it before these are published
             self._rollout.set(key, view if self.device.type == "cpu" else view.to(self.device, non_blocking=True))
 
     def rollout(self) -> TensorDict:
@@ -147,23 +149,23 @@ class ReceivedRollout:
 
 
 class RemoteCollector(BaseCollector):
-    """A collector whose rollouts are made elsewhere, meanwhile. It begins with the first one that is asked for.
+    """A collector whose rollouts come from the actor process, which starts at the first call of `collect`.
 
-    Its state is that after the last rollout that was learned from: what was collected since is collected again when a
-    run goes on, by newer weights. So a checkpoint needs nothing of the collecting process, not even that it lives.
+    Its state is that after the last rollout used for learning. Later rollouts are collected again after a resume, with
+    newer weights. A checkpoint can therefore be saved even if the actor process has died.
     """
 
     def __init__(
         self, env: RemoteEnv, policy: Policy, staleness: int, least_ess: float = 0.0, folder: Path | None = None
     ):
         self.env, self.actor, self.policy, self.staleness = env, env.actor, policy, staleness
-        # folder: where weights lie; None: in RAM. allowed: the staleness of rollouts that begin from now on
+        # folder: the folder of the weights; None: RAM. allowed: the staleness of rollouts that start from now on
         self.folder, self.least_ess, self.allowed = folder, least_ess, staleness
-        # version of the last change; good rollouts in a row since, and how many it takes to be allowed more
+        # version at the last change of `allowed`; good rollouts in a row since then, and the number needed to raise it
         self._paced_at, self._good, self._good_needed = 0, 0, 1
         self.version = self.env_steps = self._rollout_version = 0
         self.stopwatch = Stopwatch("learner")
-        # after the last rollout that was learned from; and after the one that is being learned from
+        # the actor's state after the last rollout used for learning, and after the one in use
         self._state: dict | None = None
         self._next_state: dict | None = None
         self._weights: WeightsWriter | None = None
@@ -172,34 +174,34 @@ class RemoteCollector(BaseCollector):
         self._finished: deque[Report] = deque()
         self._episodes: list[Episode] = []
         self._videos: list[EpisodeVideo] = []
-        # asked for before it began
+        # robots to record, requested before the start
         self._to_record = 0
-        # of the newest rollout
+        # metrics and spans of the newest rollout
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
         self._taken_at: float | None = None
 
     def collect(self, buffer: ReceivedRollout) -> None:
-        """Take the next rollout, when it is there."""
+        """Wait for the next rollout and take it."""
         if self._weights is None:
             self._weights = WeightsWriter(self.policy, self.version, self.folder)
             self.actor.send(Begin(self.version, self._weights.handle(), self._to_record, self.allowed))
-        # its deadlines are the collecting process's; but it is broken off when the run is to stop
+        # no deadline here, because the stages of the actor process have theirs; but a stop of the run ends the wait
         with self.stopwatch.stage("wait", self.version), OwnStage("rollout", patience_s=math.inf):
-            # what has come is read first, so that a failure is known although rollouts are waiting
+            # read all messages first, so that a failure is raised even if rollouts are waiting
             self._finished += self.actor.reports(wait=not self._finished)
             report = self._finished.popleft()
         if report.rollouts is not None:
             self._rollouts = SharedMemory.attach(report.rollouts)
             self._rollouts.pin(self.env.device)
-            # by now the weights to begin with have arrived
-            self._weights.whole = None
+            # by now the initial weights are loaded
+            self._weights.initial = None
         if report.states is not None:
             self._states = SharedMemory.attach(report.states)
         assert self._rollouts is not None
         with self.stopwatch.stage("take", self.version):
             buffer.show(self._rollouts, report.number % (self.staleness + 1), report.decisions)
-            self._next_state = TensorSlots.put_back(report.state, self._states, report.number)
+            self._next_state = TensorSlots.restore(report.state, self._states, report.number)
         self.env.spec, self.env_steps = report.spec, report.env_steps
         self.parity, self._rollout_version = report.parity, report.version
         self._episodes += report.episodes
@@ -207,7 +209,7 @@ class RemoteCollector(BaseCollector):
         self._measure(report)
 
     def weights_changed(self) -> None:
-        """Publish them: the rollout that was taken last is done with."""
+        """Publish the weights; the actor process may then overwrite the rollout that was taken last."""
         self.version += 1
         self._state = self._next_state
         with self.stopwatch.stage("publish", self.version):
@@ -215,10 +217,10 @@ class RemoteCollector(BaseCollector):
         self.actor.send({"version": self.version, "staleness": self.allowed})
 
     def pace(self, ess: float) -> None:
-        """Where the newest rollout was worth little, robots wait for newer weights from now on.
+        """Lower the allowed staleness if `ess` of the newest rollout is too small; raise it after good rollouts.
 
-        So nothing that was collected is thrown away. What began before the last change says nothing about it. After
-        each fall it takes twice as many good rollouts until robots may hurry again.
+        No rollout is discarded. Rollouts from before the last change are ignored. Each reduction doubles the number of
+        good rollouts needed to raise the staleness again.
         """
         if self._rollout_version < self._paced_at:
             return
@@ -233,7 +235,7 @@ class RemoteCollector(BaseCollector):
             self._good = 0
 
     def _allow(self, staleness: int) -> None:
-        # sent with the next version: rollouts that begin then have it
+        # sent with the next version, so it applies to rollouts from then on
         self.allowed, self._paced_at, self._good = staleness, self.version + 1, 0
 
     def _measure(self, report: Report) -> None:
@@ -241,7 +243,7 @@ class RemoteCollector(BaseCollector):
         behind = self.version - report.version
         metrics = report.metrics | {"queue_depth": float(len(self._finished)), "staleness": float(behind)}
         metrics["staleness_allowed"] = float(self.allowed)
-        # over several updates their means are shares
+        # 0 or 1, so that means over updates are shares
         metrics |= {f"behind_{versions}": float(versions == behind) for versions in range(self.staleness + 1)}
         metrics["actor_wait_seconds"] = idle = metrics.pop("wait_seconds", 0.0)
         metrics["actor_idle"] = idle / (idle + metrics["collect_seconds"] + metrics["handover_seconds"])
@@ -259,7 +261,7 @@ class RemoteCollector(BaseCollector):
         return episodes
 
     def record_video(self, robots: int) -> None:
-        """The episodes that begin after the rollout that is being collected."""
+        """Record episodes that start after the rollout in progress."""
         self._to_record = robots
         if self._weights is not None:
             self.actor.send({"videos": robots})
