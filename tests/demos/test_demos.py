@@ -173,7 +173,7 @@ record.record(pickle.loads((folder / "plan").read_bytes()), 6, folder / "killed"
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert first.exists() and not (tmp_path / "killed/meta").exists()
-    with pytest.raises(UserError, match="is still being recorded; run the command that records it again"):
+    with pytest.raises(UserError, match="is an unfinished recording; run the command that records it again"):
         Demonstrations(tmp_path / "killed")
     written = first.stat().st_mtime_ns
     # what a killed worker leaves
@@ -200,7 +200,7 @@ def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path
     with pytest.raises(KeyboardInterrupt):
         record(SHORT, 6, tmp_path / "again", quiet=True)
     assert (tmp_path / "again/meta/info.json").exists() == (last == "manifest.json")
-    with pytest.raises(UserError, match="is still being recorded"):
+    with pytest.raises(UserError, match="is an unfinished recording"):
         Demonstrations(tmp_path / "again")
     monkeypatch.undo()
     record(SHORT, 6, tmp_path / "again", quiet=True)
@@ -497,7 +497,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no' cannot be written"),
         (["show"], "expected one dataset: sparring demos show PATH"),
         (["show", ".", "--episodes", "3", "--seed=1"], "--episodes, --seed=1: `sparring demos show PATH` takes only"),
-        (["show", "nowhere"], "'nowhere' is no folder"),
+        (["show", "nowhere"], "'nowhere' is not a folder"),
         (["show", "."], "'.' has no meta/info.json: it is no LeRobotDataset"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -317,8 +317,8 @@ def _asks_for_fixed_value(setting: Setting) -> bool:
     if setting.key not in FIXED_VALUES:
         return False
     value = setting.value
-    whole = repr(int(value)) if isinstance(value, float) and value.is_integer() else ""
-    return repr(FIXED_VALUES[setting.key]) in (repr(value), whole)  # by repr: 1 == True
+    integer = repr(int(value)) if isinstance(value, float) and value.is_integer() else ""
+    return repr(FIXED_VALUES[setting.key]) in (repr(value), integer)  # by repr: 1 == True
 
 
 def _example(key: str) -> str | None:

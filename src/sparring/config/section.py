@@ -209,14 +209,14 @@ class Schema:
         usual = [k for k in meant if k in map(self.spelled, _SHORT_FOR.get(leaf, ()))]
         if meant := [k for k in meant if k.rpartition(".")[0] == section] or usual or meant:
             return f"nearest: {', '.join(f'{k} ({accepted(keys[k])})' for k in meant)}"
-        whole = difflib.get_close_matches(key, spellings, n=1)
+        similar = difflib.get_close_matches(key, spellings, n=1)
         last = difflib.get_close_matches(leaf, leaves, n=1)
         # prefer a whole word of a key's name to similar letters: ppo.lr is ppo.policy_lr rather than ppo.c_bar
         named = [k for k in keys if k.rpartition(".")[0] == section and leaf in k.rpartition(".")[2].split("_")]
         if named and not difflib.get_close_matches(key, spellings, n=1, cutoff=0.9):
             best: str | None = named[0]
         else:
-            best = spellings[whole[0]] if whole else leaves[last[0]] if last else None
+            best = spellings[similar[0]] if similar else leaves[last[0]] if last else None
         if best:
             return f"nearest: {best} ({accepted(keys[best])})"
         return f"valid here: {', '.join(_below(key.partition('.')[0], keys) or self.root.model_fields)}"
