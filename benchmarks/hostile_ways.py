@@ -292,6 +292,80 @@ def of_folders(place: Place) -> Iterator[Bait]:
     ways += ["kind trusted", "files above it", "weights of this user", "run is a link", "a config of a later update"]
     for how in ways:
         yield Bait(how, build(replaced(how)), readers(place, place.bait))
+    few = readers(place, place.bait, all_of_them=False)
+    for name, content in SPECS.items():
+        yield Bait(f"spec.json: {name}", build(with_file(place, "spec.json", content)), few)
+    yield Bait("a deep index of weights", build(with_shards(place, index=b'{"weight_map": ' + DEEP)), few)
+    yield Bait("weights that no manifest lists", build(with_shards(place, unlisted=evil(place, True))), few)
+    for name, about in MANIFESTS.items():
+        yield Bait(f"manifest.json: {name}", build(with_manifest(place, hostile, about)), few)
+    trusted = ["eval", str(place.bait / newest(place.run).name), "--trust"]
+    yield Bait("links into a cache", build(linked(place, hostile)), few, trusted)
+
+
+DEEP = b"[" * 3000
+SPEC = '{"observation": {"state": [[4], "float32"]}, "action_dim": 1, "discrete_actions": 2'
+SPECS = {"nothing": b"{}", "a list": b"[]", "an extra key": f'{SPEC}, "more": 1}}'.encode(), "deep": DEEP}
+SPECS |= {
+    "a list as observation": b'{"observation": [1], "action_dim": 1}',
+    "not UTF-8": b"\xff" + SPEC.encode() + b"}",
+}
+SPECS |= {"a word as number": SPEC.replace(": 2", ': "two"').encode() + b"}", "17 MB": b" " * (17 << 20)}
+# what is written over the text of a manifest that another user signed: old -> new
+MANIFESTS = {
+    "an HMAC of no letter": ('"hmac": "', '"hmac": "\\ud800'),
+    "70 MB": ('"hmac": "', '"hmac": "' + "0" * 70_000_000),
+}
+MANIFESTS["a name of 5,000 letters"] = ('"files": {', '"files": {"' + "x" * 5000 + '": {"size": 1},')
+MANIFESTS |= {f"{n} deep": ('"kind": ', f'"x": {"[" * n}{"]" * n}, "kind": ') for n in (100, 3000)}
+
+
+def with_file(place: Place, name: str, content: bytes) -> Callable[[Path, Path], None]:
+    def change(run: Path, checkpoint: Path) -> None:
+        (checkpoint / name).write_bytes(content)
+        sealed_by_another(place, checkpoint)
+
+    return change
+
+
+def with_shards(place: Place, index: bytes = b"", unlisted: bytes = b"") -> Callable[[Path, Path], None]:
+    """`unlisted` weights would be loaded instead of the shards."""
+
+    def change(run: Path, checkpoint: Path) -> None:
+        shard = (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
+        names = json.loads((checkpoint / "manifest.json").read_text())["tensors"]
+        usual = json.dumps({"weight_map": dict.fromkeys(names, shard.name)}).encode()
+        (checkpoint / "model.safetensors.index.json").write_bytes(index or usual)
+        sealed_by_another(place, checkpoint)
+        if unlisted:
+            (checkpoint / "model.safetensors").write_bytes(unlisted)
+
+    return change
+
+
+def with_manifest(place: Place, hostile: dict, about: tuple[str, str]) -> Callable[[Path, Path], None]:
+    def change(run: Path, checkpoint: Path) -> None:
+        for folder in (run, checkpoint):
+            with_settings(folder / "config.yaml", hostile)
+            sealed_by_another(place, folder)
+            text = (folder / "manifest.json").read_text()
+            assert about[0] in text
+            (folder / "manifest.json").write_text(text.replace(*about))
+
+    return change
+
+
+def linked(place: Place, hostile: dict) -> Callable[[Path, Path], None]:
+    """As Hugging Face keeps what was downloaded, without a manifest."""
+
+    def change(run: Path, checkpoint: Path) -> None:
+        with_settings(checkpoint / "config.yaml", hostile)
+        (checkpoint / "manifest.json").unlink()
+        (run / "blobs").mkdir()
+        for file in list(checkpoint.iterdir()):
+            file.symlink_to(file.rename(run / "blobs" / file.name))
+
+    return change
 
 
 def evil(place: Place, zipped: bool) -> bytes:

@@ -56,6 +56,7 @@ STEP_KEYS |= {("next", name): "bool" for name in ("terminated", "truncated", "su
 class EnvSpec:
     """The observations and actions of an env."""
 
+    __pydantic_config__ = {"extra": "forbid"}  # of spec.json
     # "state", "image/head", ... -> (shape without N, numpy dtype name)
     observation: dict[str, tuple[tuple[int, ...], str]]
     action_dim: int

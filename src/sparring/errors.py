@@ -1,5 +1,6 @@
 """Errors that the user can fix: shown as a sentence, never as a traceback."""
 
+import logging
 from typing import Any
 
 # exit code of a process that ends because another process of the run failed
@@ -48,6 +49,18 @@ class PeerGone(UserError):
     """Another process of the run has ended, so this one can neither continue nor save."""
 
     exit_code = LEFT_ALONE
+
+
+def visible(text: object, kept: str = "\n\t") -> str:
+    """For a terminal: characters that would control it, as Python escapes them. Files of others hold any."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(text))
+
+
+class VisibleFormatter(logging.Formatter):
+    """Of log lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def describe_error(error: BaseException, file: str | None = None) -> str:

@@ -55,7 +55,7 @@ def test_the_step_on_nan_is_not_taken_and_its_batch_is_handed_out():
     about = told.value.about
     assert about["gradient_step"] == 3 and math.isnan(about["loss"]) and about["learning_rate"] == 0.1
     # the batch itself is to blame, and the sentence says so
-    assert "not finite either (number)" in str(told.value)
+    assert "check the training data: number is not finite; or lower ppo.policy_lr=0.1" in str(told.value)
 
 
 def test_no_minibatch_is_kept_after_an_update():

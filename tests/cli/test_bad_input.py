@@ -11,6 +11,7 @@ from doubles_report import make_run
 from test_cli import COMMANDS, SHORT, SPARRING, told
 
 from sparring.cli.main import main
+from sparring.config.schema import load_config
 from sparring.errors import UserError
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.folder import folder_lock
@@ -65,6 +66,32 @@ def test_nonsense_for_any_flag_and_word_is_refused_or_taken(work, capsys, comman
         assert code in (0, 1, 2), case
         assert code == 0 or err.strip(), case
     assert (work / "link").is_symlink() and (work / "fifo").is_fifo()
+
+
+EMPTY = {
+    "train finetune --output ": "the argument after --output is empty",
+    "train finetune --output=": "--output= is empty",
+    "train finetune output=": "output= has no value",
+    "train finetune output=''": "output = '' (from command line): expected text",
+    "train finetune --resume ": "the argument after --resume is empty",
+    "eval ": "the argument after eval is empty",
+    "eval run --json ": "the argument after --json is empty",
+    "report run ": "the argument after run is empty",
+    "prune --yes ": "the argument after --yes is empty",
+    "tasks --sheet ": "the argument after --sheet is empty",
+    "config finetune ppo.gamma=": "ppo.gamma= has no value (a shell variable that is not set?); give one, or ",
+}
+
+
+@pytest.mark.parametrize("words", EMPTY)
+def test_a_shell_variable_that_is_not_set_is_not_taken_for_the_default(work, capsys, words):
+    code, out, err = told(capsys, *words.split(" "))
+    assert (code, out) == (2, "") and err.startswith(f"sparring: {EMPTY[words]}")
+
+
+def test_an_empty_output_base_is_none(monkeypatch):
+    monkeypatch.setenv("OUTPUT_BASE", "")
+    assert str(load_config().run_folder) == "outputs/finetune_rl"
 
 
 @pytest.mark.parametrize(

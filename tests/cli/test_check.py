@@ -172,8 +172,8 @@ def test_built_in_and_gymnasium_envs(capsys, name):
     ("name", "what", "said"),
     [
         ("NotANumber", "contract", "the observation of env 0 (test_check:NotANumber) holds NaN or inf: [nan nan nan]"),
-        ("WrongShape", "contract", "has shape (4,) but its observation_space says (3,); make the two agree"),
-        ("ShrinksLater", "contract", "has shape (1,) but its observation_space says (3,); make the two agree"),
+        ("WrongShape", "contract", "has shape (4,) but its observation_space has shape (3,)"),
+        ("ShrinksLater", "contract", "has shape (1,) but its observation_space has shape (3,)"),
         ("NeverEnds", "episodes end", "0 ended in 1001 decisions of 4 robots; have it return terminated or truncated"),
         ("NotDeterministic", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
         ("PaysAtRandom", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
@@ -259,7 +259,7 @@ def test_an_unknown_name_is_a_mistake_of_the_person(capsys):
     assert main(["check", "lift_d0"]) == 2
     assert "'lift_d0' is a task, not an env; write: sparring check sparring/lift_d0" in capsys.readouterr().err
     assert main(["check", "sparring/reach_x"]) == 2
-    assert "is no tabletop task" in capsys.readouterr().err
+    assert "is not a tabletop task" in capsys.readouterr().err
 
 
 def test_a_task_given_twice_is_refused_unless_both_agree(capsys):

@@ -22,6 +22,7 @@ import sparring
 from sparring.cli.config import SCRIPTS, candidates
 from sparring.cli.main import build_parser, main
 from sparring.config.schema import load_config
+from sparring.config.text import saved_settings
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
 from sparring.phases import PHASES
@@ -348,9 +349,11 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(cap
 
 
 def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(capsys, run_folder):
-    file = run_folder / "config.yaml"
-    for key in ("gae_lambda", "seed", "algorithm_config"):
-        file.write_text(re.sub(rf"(?m)^ *{key}: .*\n", "", file.read_text()))
+    for checkpoint in checkpoints(run_folder):
+        file = checkpoint / "config.yaml"
+        for key in ("gae_lambda", "seed", "algorithm_config"):
+            file.write_text(re.sub(rf"(?m)^ *{key}: .*\n", "", file.read_text()))
+        seal(checkpoint)
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
     assert told(capsys, *words)[0] == 0
     code, _, err = told(capsys, *words, "ppo.gae_lambda=0.5", "seed=3")
@@ -425,11 +428,61 @@ def test_folders_and_checkpoints_that_are_refused(capsys, run_folder, here, word
     assert hashes(here) == before
 
 
-def test_a_broken_config_in_the_run_folder_is_a_sentence(capsys, run_folder):
-    (run_folder / "config.yaml").write_text("ppo: [1,\n")
-    code, _, err = told(capsys, "train", "finetune", "--output", "run", *SHORT)
-    assert code == 2
-    assert "sparring: config file 'run/config.yaml' line 2: not valid YAML or JSON (" in err
+@pytest.mark.parametrize("name", ["videos", "samples", "logs/env"])
+def test_nothing_is_written_through_a_linked_folder(capsys, run_folder, here, name):
+    (here / "elsewhere").mkdir()
+    shutil.rmtree(run_folder / name, ignore_errors=True)
+    (run_folder / name).symlink_to(here / "elsewhere")
+    evaluation = ["eval", "run", "--episodes", "2", "--videos", "1", "evaluation.baseline=false"]
+    train = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "training.iterations=3"]
+    for words in (evaluation, train):
+        code, _, err = told(capsys, *words)
+        assert code == 2
+        assert err == f"sparring: 'run/{name}' is a link that leads out of 'run'; replace it by a folder\n"
+    assert list((here / "elsewhere").iterdir()) == []
+    # within the folder it may lead anywhere, and the folder itself may be a link
+    (run_folder / name).unlink()
+    (run_folder / "inner").mkdir()
+    (run_folder / name).symlink_to(run_folder / "inner")
+    run_folder.rename(here / "elsewhere/run")
+    run_folder.symlink_to(here / "elsewhere/run")
+    (run_folder / name).unlink()
+    (run_folder / name).symlink_to(here / "elsewhere/run/inner")
+    assert told(capsys, *train)[0] == 0
+
+
+def edited(text: bytes) -> bytes:
+    return text.replace(b"gamma: 0.97", b"gamma: 0.5").replace(b"seed: 0", b"seed: 3")
+
+
+BROKEN = {"edited": edited, "cut": lambda text: text[: len(text) // 2], "random": lambda text: os.urandom(len(text))}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_the_config_of_the_checkpoint_counts_whatever_the_folder_says(capsys, run_folder, broken):
+    file = run_folder / "config.yaml"
+    file.write_bytes(BROKEN[broken](file.read_bytes()))
+    damaged = file.read_bytes()
+    words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
+    code, _, err = told(capsys, *words, "ppo.gamma=0.5", "seed=3", "training.iterations=3")
+    assert code == 2 and "  ppo.gamma: 0.97 in the folder, 0.5 now\n  seed: 0 in the folder, 3 now\n" in err
+    assert file.read_bytes() == damaged
+    # the same command goes on, also where there is nothing left to train, and writes it again
+    code, _, err = told(capsys, *words)
+    warned = [line for line in err.splitlines() if "config.yaml" in line and "run folder:" not in line]
+    assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml has ")
+    assert warned[0].endswith("; it is written again, with the settings of checkpoint-2")
+    saved = saved_settings(run_folder)
+    assert (saved["ppo.gamma"], saved["seed"], saved["output"]) == (0.97, 0, "run")
+
+
+def test_a_branch_that_went_on_by_itself_is_found_by_its_first_command(capsys, run_folder, here):
+    words = ["train", "finetune", "--output", "branch", *SHORT, "training.save_every=1"]
+    branch = ["--resume", "run/checkpoint-1"]
+    assert told(capsys, *words, *branch)[0] == 0
+    assert told(capsys, *words, "training.iterations=3")[0] == 0
+    code, _, err = told(capsys, *words, *branch, "training.iterations=4")
+    assert code == 0 and "goes on from branch/checkpoint-3" in err
 
 
 def test_a_folder_that_lost_its_config_is_judged_by_its_checkpoint(capsys, run_folder):

@@ -212,7 +212,7 @@ def test_an_env_without_a_time_limit_is_told():
     config = load_config(
         {"env": {"name": "test_by_episodes:Endless"}, "rollout": {"n_envs": 1, "n_episodes_per_batch": 1}}
     )
-    with pytest.raises(UserError, match=r"how long its episodes may last; set rollout.max_episode_steps"):
+    with pytest.raises(UserError, match="time limit; set rollout.max_episode_steps"):
         Finetune.from_config(config, Distributed("cpu"))
 
 

@@ -16,10 +16,11 @@ from small_runs import SMALL, seal
 
 from sparring.api import load_policy, load_world_model
 from sparring.cli.main import main
+from sparring.config.inherit import inherited_settings
 from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
 from sparring.config.text import parse_overrides
-from sparring.config.trust import TrustError, refuse_code, trusting
+from sparring.config.trust import TrustError, refuse_code, trusted_settings, trusting
 from sparring.errors import UserError
 from sparring.processes import manifest
 from sparring.report.run_folder import RunFolder
@@ -216,7 +217,7 @@ def test_python_asks_for_trust_in_its_own_words(hostile, what):
     with pytest.raises(UserError) as caught:
         load_policy(folder, trust=True)
     assert not isinstance(caught.value, TrustError) and mark.exists()
-    with pytest.raises(UserError, match="no world model"):
+    with pytest.raises(UserError, match="has no world model"):
         load_world_model(folder)
 
 
@@ -237,8 +238,8 @@ def test_what_is_signed_is_told_in_full(hostile, capsys):
 
 
 def test_one_of_two_configs_is_enough(hostile, capsys):
-    """A run goes on by the config of its folder, where what it started from is gone."""
-    folder, mark = hostile({"env.name": "{m}:Thing", "pretrained": "gone"}, of="run")
+    """A run goes on by the config of its checkpoint, where what it started from is gone."""
+    folder, mark = hostile({"env.name": "{m}:Thing", "pretrained": "gone"}, of="checkpoint")
     refused(capsys, "config", "finetune", "pretrained=gone", f"output={folder}")
     assert not mark.exists()
 
@@ -367,6 +368,54 @@ def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, 
     # damage is found from now on
     (checkpoint / "model.safetensors").write_bytes(b"torn")
     refused(capsys, "eval", checkpoint, "--trust", of=["model.safetensors has 4 bytes"])
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("file", ["config.yaml", "meta/sparring.json"])
+def test_what_is_trusted_is_what_was_read(tmp_path, monkeypatch, file, trust):
+    """A file may be replaced by the one that was signed between being read and being verified."""
+    path, words = tmp_path / file, {"env": {"name": "gym_doubles:Succeeds", "task": ["a"]}}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(words))
+    assert manifest.sign(tmp_path, file)
+    signed, hostile = path.read_bytes(), json.dumps(words).replace("Succeeds", "Counter").encode()
+    # read by the config
+    target = "sparring.config.text.read_small" if file == "config.yaml" else "sparring.config.inherit.read_small"
+    monkeypatch.setattr(target, lambda *_: path.write_bytes(signed) and hostile)
+    expected = (
+        (manifest.ManifestError, "was changed while it was read") if trust else (TrustError, "gym_doubles:Counter")
+    )
+    with trusting(trust), pytest.raises(expected[0], match=expected[1]):
+        if file == "config.yaml":
+            trusted_settings(tmp_path)
+        else:
+            inherited_settings("imitate", parse_overrides([f"imitate.demos={tmp_path}"]))
+    assert manifest.is_signed(manifest.read_manifest(tmp_path))
+    assert manifest.damage(tmp_path, manifest.read_manifest(tmp_path)) == []
+
+
+def test_of_several_processes_one_signs(own_run, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoints(own_run)[-1], tmp_path / "copied")
+    (folder / "manifest.json").unlink()
+    for rank, signs in {"1": False, "0": True}.items():
+        monkeypatch.setenv("RANK", rank)
+        assert load_policy(folder, trust=True).chunk == 1
+        assert (folder / "manifest.json").exists() == signs
+
+
+def test_a_checkpoint_of_links_into_a_cache_is_trusted_once(own_run, tmp_path, capsys):
+    cache = shutil.copytree(checkpoints(own_run)[-1], tmp_path / "blobs")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for file in cache.iterdir():
+        if file.name != "manifest.json":
+            (folder / file.name).symlink_to(Path("..") / "blobs" / file.name)
+    assert main(["eval", str(folder), "--trust"]) == 0
+    assert f"signed '{folder}'" in capsys.readouterr().err
+    assert main(["eval", str(folder)]) == 0 and load_policy(folder).chunk == 1
+    # what is trusted is what the links led to
+    (cache / "model.safetensors").write_bytes(b"torn")
+    refused(capsys, "eval", folder, of=["model.safetensors has 4 bytes"])
 
 
 def test_a_checkpoint_that_cannot_be_signed_is_trusted_for_the_command(own_run, tmp_path, monkeypatch):

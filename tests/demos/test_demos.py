@@ -482,7 +482,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
     ("words", "said"),
     [
         (["lift_d0"], "; give --episodes N"),
-        (["lift_d9", "--episodes", "1"], "env.task='lift_d9' is no tabletop task"),
+        (["lift_d9", "--episodes", "1"], "env.task='lift_d9' is not a tabletop task"),
         (["explore", "--episodes", "1"], "there is no expert for explore; choose another of `sparring tasks`"),
         (["lift_d0", "--episodes", "1", "--sheet", "a.png"], "--sheet is only for `sparring demos show PATH`"),
         (["lift_d0", "handover_d0", "--episodes", "1"], "env.task mixes robots"),

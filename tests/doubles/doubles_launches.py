@@ -20,13 +20,13 @@ class Kernels:
         q.copy_(_turned(F.linear(x, weight), turns, q.shape[2], keys, values, at))
 
     @staticmethod
-    def turn(qkv, turns, heads, keys, values, at):
+    def rotate(qkv, turns, heads, keys, values, at):
         q = _turned(qkv, turns, heads, keys, values, at)
         # [B, T, kv * g, d] -> [B, kv, T * g, d]
         return q.unflatten(2, (keys.shape[1], -1)).transpose(1, 2).flatten(2, 3)
 
     @staticmethod
-    def weigh(scores, seen, tokens, states, at, scale):
+    def softmax(scores, seen, tokens, states, at, scale):
         batch, length = len(seen), scores.shape[2]
         # [B, kv, T, g, L]
         each = scores.view(batch, -1, tokens, scores.shape[1] // tokens, length)
@@ -46,7 +46,7 @@ class Kernels:
         first, second = F.linear(x, weight).chunk(2, -1)
         return F.gelu(first, approximate="tanh") * second
 
-    gated = gate
+    gate_many = gate
 
     @staticmethod
     def gelu_product(x, weight, bias):

@@ -72,7 +72,7 @@ class HasImported(Counter):
 
 
 class Breaks(Counter):
-    """In step `length`: raises, shows NaN, pays inf, or takes its whole process with it. `only_seed` picks the env."""
+    """In step `length`: raises, shows NaN, pays inf or 1e30, or takes its process along. `only_seed` picks the env."""
 
     def __init__(self, how: str, length: int = 2, only_seed: int | None = None, **kwargs):
         super().__init__(length=10_000, **kwargs)
@@ -91,7 +91,7 @@ class Breaks(Counter):
             if self.how == "sleep":
                 time.sleep(60)
             observation = observation * np.nan if self.how == "nan" else observation
-            reward = np.inf if self.how == "inf" else reward
+            reward = {"inf": np.inf, "huge": 1e30}.get(self.how, reward)
         return observation, reward, *rest
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     for most, tiles in [*tables.items(), ("many", tables[math.inf])]:
         kernels.TILES.clear()
         kernels.TILES[math.inf] = tiles
-        forward.FEW = 0 if most == "many" else 1000
+        forward.FEW_TOKENS = 0 if most == "many" else 1000
         found[f"{most} fp16"] = difference(make_model(**sizes, kv_heads=1, memory_size=3).half(), memory=True)
         if most != 64:
             found[f"{most} fp32"] = difference(make_model(**sizes, heads=4, kv_heads=2), memory=False)

@@ -152,7 +152,7 @@ def test_a_task_that_no_robot_has_still_counts():
 def test_the_screen_belongs_to_explore():
     with pytest.raises(UserError, match="only the task explore has a screen"):
         _env(noise_screen=True)
-    with pytest.raises(UserError, match="no camera to look through for env.depth and env.points"):
+    with pytest.raises(UserError, match=r"env.cameras=\[\].* env.depth and env.points"):
         _env(cameras=(), depth=True, points=16)
 
 

@@ -101,10 +101,10 @@ def test_noise_is_the_same_however_many_robots_there_are():
         actions[count] = expert()
     np.testing.assert_array_equal(actions[2], actions[5][:2])
     # and from one robot and step to the next it differs
-    noise = _keyed_normal(0, env.moments(), 4)
+    noise = _keyed_normal(0, env.step_keys(), 4)
     assert len(np.unique(noise)) == noise.size
     env.step(expert())
-    assert (_keyed_normal(0, env.moments(), 4) != noise).all()
+    assert (_keyed_normal(0, env.step_keys(), 4) != noise).all()
 
 
 def test_noise_is_standard_normal():

@@ -91,9 +91,9 @@ def test_padding_is_zero_ignored_and_not_scored():
 
 
 def test_padding_shorter_than_what_is_there_is_refused():
-    with pytest.raises(UserError, match="env.pad_state=10 is shorter than the 66 entries there are"):
+    with pytest.raises(UserError, match="env.pad_state=10 .*66 entries"):
         _seen(pad_state=10)
-    with pytest.raises(UserError, match="env.pad_action=3 is shorter than the 7 entries"):
+    with pytest.raises(UserError, match="env.pad_action=3 .*7 entries"):
         _seen(pad_action=3)
 
 
@@ -173,7 +173,7 @@ def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
     with pytest.raises(UserError, match=r"camera_s=\('head',\) is an unknown key; nearest: cameras"):
         gymnasium.make("sparring/lift_d0", camera_s=("head",))
     for make in (gymnasium.make, gymnasium.make_vec):
-        with pytest.raises(UserError, match="'sparring/lift_d0' and task='stack_d0' name different tasks; make 'sparr"):
+        with pytest.raises(UserError, match="'sparring/lift_d0' and task='stack_d0' .*'sparring/stack_d0'"):
             make("sparring/lift_d0", task="stack_d0")
 
 

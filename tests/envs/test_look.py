@@ -152,9 +152,9 @@ def test_a_moved_camera_sees_what_a_camera_there_would_see():
     # 5 cm to the right: what is 1 m away moves to the left by 0.05 of a picture's half width / tangent
     look = renderer.standard_appearance(1)
     look.camera_pos[0, renderer.cameras.index("head"), 0] = 0.05
-    wants = ("depth", "segmentation")
-    before = renderer.views(qpos, goal, ("head",), 256, wants=wants)
-    after = renderer.views(qpos, goal, ("head",), 256, look, wants)
+    kinds = ("depth", "segmentation")
+    before = renderer.views(qpos, goal, ("head",), 256, kinds=kinds)
+    after = renderer.views(qpos, goal, ("head",), 256, look, kinds)
     at = [np.argwhere(views["segmentation/head"][0, 0] == GOAL).mean(axis=0) for views in (before, after)]
     depth = before["depth/head"][0, 0][before["segmentation/head"][0, 0] == GOAL].mean()
     expected = 0.05 / depth / np.tan(np.deg2rad(43) / 2) * 128
@@ -169,21 +169,21 @@ def test_looks_of_rows_are_their_own():
         drawn = renderer.random_appearance(np.random.default_rng(row), ALL_SWITCHES)
         for field, value in zip(looks, drawn, strict=True):
             field[row] = value
-    wants = ("rgb", "depth", "segmentation")
-    together = renderer.views(qpos, _goal(5), CAMERAS, 32, looks, wants)
+    kinds = ("rgb", "depth", "segmentation")
+    together = renderer.views(qpos, _goal(5), CAMERAS, 32, looks, kinds)
     split = _renderer(*_cubes(), SCREEN, threads=3)
-    again = split.views(qpos, _goal(5), CAMERAS, 32, looks, wants)
+    again = split.views(qpos, _goal(5), CAMERAS, 32, looks, kinds)
     split.close()
     for name, pixels in together.items():
         np.testing.assert_array_equal(pixels, again[name])
-        alone = renderer.views(qpos[3:4], _goal(1), CAMERAS, 32, looks.rows([3]), wants)[name]
+        alone = renderer.views(qpos[3:4], _goal(1), CAMERAS, 32, looks.rows([3]), kinds)[name]
         np.testing.assert_array_equal(pixels[3:4], alone)
         assert len(np.unique(pixels.reshape(5, -1), axis=0)) == 5
 
 
 def test_depth_is_along_the_optical_axis():
     renderer, qpos = _renderer(), _qpos(2)
-    depth = renderer.views(qpos, _goal(2), ("head",), 65, wants=("depth", "segmentation"))
+    depth = renderer.views(qpos, _goal(2), ("head",), 65, kinds=("depth", "segmentation"))
     assert depth["depth/head"].dtype == np.float32 and depth["depth/head"].shape == (2, 1, 65, 65)
     _, _, pos, mat = renderer._poses(qpos, _goal(2), renderer.standard_appearance(2), [0])
     eye, axes = pos[0, 0], mat[0, 0]
@@ -214,7 +214,7 @@ def test_segmentation_names_what_is_there():
     )
     renderer = _renderer(*_cubes(), cap)
     qpos = np.concatenate([_qpos(1, (0.05, -0.2, 0.022), (0.15, 0.1, 0.022), (0.2, -0.1, 0.03)), np.zeros((1, 1))], 1)
-    views = renderer.views(qpos, np.array([[0.0, 0.25, 0.2]]), ("head",), 128, wants=("rgb", "segmentation"))
+    views = renderer.views(qpos, np.array([[0.0, 0.25, 0.2]]), ("head",), 128, kinds=("rgb", "segmentation"))
     labels, rgb = views["segmentation/head"][0, 0], views["rgb/head"][0].astype(int)
     assert set(np.unique(labels)) <= {NOTHING, SCENERY, ROBOT, OBJECTS, OBJECTS + 1, OBJECTS + 2, GOAL}
     red, green, blue = (rgb[:, labels == label].mean(axis=1) for label in (OBJECTS, GOAL, OBJECTS + 1))
@@ -263,17 +263,17 @@ def test_a_look_needs_a_row_per_robot():
 
 
 def test_unknown_cameras_and_views_are_told():
-    with pytest.raises(UserError, match="'side': this scene has head, wrist"):
+    with pytest.raises(UserError, match="camera 'side'; .*head, wrist"):
         _renderer().views(_qpos(1), _goal(1), ("side",), 16)
     with pytest.raises(UserError, match="'normals'.*rgb, depth, segmentation"):
-        _renderer().views(_qpos(1), _goal(1), CAMERAS, 16, wants=("rgb", "normals"))
+        _renderer().views(_qpos(1), _goal(1), CAMERAS, 16, kinds=("rgb", "normals"))
 
 
 def test_robots_of_different_scenes_are_seen_together_and_each_with_its_look():
     env = Tabletop(TabletopConfig(task=("lift_d0", "stack_d0"), threads=1), 4)
     env.reset(EpisodeSeeds(0, total_envs=4))
-    world, rows, wants = env._world, np.arange(4), ("rgb", "segmentation")
-    plain = world.views(rows, env._goal, ("head",), 96, wants)
+    world, rows, kinds = env._world, np.arange(4), ("rgb", "segmentation")
+    plain = world.views(rows, env._goal, ("head",), 96, kinds)
     # the robots with two cubes are the odd ones
     blue = (plain["segmentation/head"] == OBJECTS + 1).sum(axis=(1, 2, 3))
     assert (blue[1::2] > 5).all() and (blue[::2] == 0).all()

@@ -36,7 +36,7 @@ def pretty(model):
 
 def test_things_are_where_the_suites_renderer_draws_them(model, pretty):
     own = Renderer(model, Kinematics(model), threads=1)
-    labels = own.views(QPOS, GOALS, CAMERAS, 96, wants=("segmentation",))
+    labels = own.views(QPOS, GOALS, CAMERAS, 96, kinds=("segmentation",))
     views = pretty.views(QPOS, GOALS, CAMERAS, 96)
     for i in range(2):
         rgb, label = views["rgb/head"][i].astype(int), labels["segmentation/head"][i, 0]

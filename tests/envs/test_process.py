@@ -133,13 +133,13 @@ def test_error_names_the_env_and_carries_the_traceback(make):
     message = str(caught.value)
     assert message.startswith("worker 1 (envs 2..3) failed: ZeroDivisionError: the gripper fell off in env 3 (")
     assert "gym_doubles.py" in message and 'raise ZeroDivisionError("the gripper fell off")' in message
-    # the answers stay in step with the questions
+    # replies still match requests
     assert backend.reset(seeds)["state"][:, 0].tolist() == [0, 0, 0, 0]
 
 
 def test_error_while_making_leaves_nothing_behind():
     before = set(psutil.Process().children())
-    with pytest.raises(UserError, match=r"worker 0 \(envs 0..0\): env.name=gym:NoSuchEnv-v0 cannot be made"):
+    with pytest.raises(UserError, match=r"worker 0 \(envs 0..0\): env.name=gym:NoSuchEnv-v0 cannot be created"):
         ProcessBackend(config("gym:NoSuchEnv-v0", 2), 2)
     assert not [child for child in set(psutil.Process().children()) - before if "worker" in " ".join(child.cmdline())]
 
@@ -193,7 +193,7 @@ def test_interrupted_backend_refuses_to_go_on(make, monkeypatch):
     def interrupted(check):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backend._pool.workers[0], "answer", interrupted)
+    monkeypatch.setattr(backend._pool.workers[0], "reply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         backend.step(chunks(2))
     with pytest.raises(RuntimeError, match="interrupted in the middle of a step"):

@@ -149,18 +149,18 @@ def test_set_state_goes_back():
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
-        ("command", lambda x: x[:1], "command have other shapes"),
-        ("elapsed", lambda x: x[:1], "elapsed have other shapes"),
-        ("goal", lambda x: x.astype(np.int8), "goal have other shapes or dtypes"),
-        ("physics", lambda x: x * np.nan, "robots that are nowhere"),
+        ("command", lambda x: x[:1], "command .*shape"),
+        ("elapsed", lambda x: x[:1], "elapsed .*shape"),
+        ("goal", lambda x: x.astype(np.int8), "goal .*dtype"),
+        ("physics", lambda x: x * np.nan, "'physics' holds NaN"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(name, change, said):
+def test_a_state_that_does_not_fit_changes_nothing(name, change, message):
     env, _ = _tabletop()
     state = env.state()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         env.set_state(state | {name: change(state[name])})
     _assert_same(env.state(), state)
 
@@ -284,16 +284,16 @@ def test_control_modes_say_what_they_take():
 
 
 def test_errors_tell_what_to_do():
-    with pytest.raises(ValueError, match="'raech_d1'.*did you mean 'reach_d1'.*there are: reach_d0, "):
+    with pytest.raises(ValueError, match="'raech_d1'.*did you mean 'reach_d1'.*one of: reach_d0, "):
         _tabletop(task="raech_d1")
     env, _ = _tabletop()
     action = np.zeros((3, 2, 7))
     action[[0, 2], 1, 3] = np.nan
     with pytest.raises(ValueError, match=r"robots \[0, 2\] hold NaN"):
         env.step(action)
-    with pytest.raises(ValueError, match=r"delta_qpos takes \[N, C, A\] = \[3, C >= 1, 7\]"):
+    with pytest.raises(ValueError, match=r"delta_qpos .*\[N, C, A\] = \[3, C >= 1, 7\]"):
         env.step(np.zeros((3, 1, 4)))
-    with pytest.raises(ValueError, match="is of 2 robots"):
+    with pytest.raises(ValueError, match="has 2 robots .* this env has 3 "):
         env.set_state(_tabletop(2)[0].state())
     with pytest.raises(RuntimeError, match="call reset"):
         Tabletop(TabletopConfig(threads=1), 1).step(np.zeros((1, 1, 7)))
@@ -303,9 +303,9 @@ def test_a_closed_env_says_so():
     env, _ = _tabletop(1)
     env.close()
     env.close()
-    with pytest.raises(UserError, match="this env was closed; make a new one"):
+    with pytest.raises(UserError, match="this env was closed"):
         env.step(np.zeros((1, 1, 7)))
-    with pytest.raises(UserError, match="this env was closed; make a new one"):
+    with pytest.raises(UserError, match="this env was closed"):
         env.reset(EpisodeSeeds(0))
 
 

@@ -50,7 +50,7 @@ def test_newcombes_interval_by_hand():
     found = _success_difference(*pairs(14, 5, 0, 22))
     assert found.effect == pytest.approx(5 / 41)
     assert (round(found.low, 3), round(found.high, 3)) == (0.011, 0.226)
-    assert found.p == pytest.approx(1 / 32) and found.is_shown
+    assert found.p == pytest.approx(1 / 32) and found.is_significant
     turned = _success_difference(*reversed(pairs(14, 5, 0, 22)))
     assert (turned.effect, turned.low, turned.high) == pytest.approx((-found.effect, -found.high, -found.low))
 
@@ -91,7 +91,7 @@ def test_the_test_of_successes_keeps_its_word_and_seldom_differs_from_the_interv
     for a, b in rng.random((tries, 2, 40)) < 0.7:
         found = _success_difference(a, b)
         alarms += found.p < 0.05
-        edges += found.is_on_the_edge
+        edges += found.is_borderline
     assert 0.03 <= alarms / tries <= 0.06 and edges / tries < 0.02
 
 
@@ -114,7 +114,7 @@ def test_the_interval_of_rewards_holds_the_truth_and_the_test_keeps_its_word(mon
         hard = rng.normal(0, 3, 60)
         found = _mean_difference(hard + rng.exponential(1, 60), hard + rng.exponential(1, 60) - 0.5)
         held += found.low <= 0.5 <= found.high
-        alarms += _mean_difference(hard + rng.normal(0, 1, 60), hard + rng.normal(0, 1, 60)).is_shown
+        alarms += _mean_difference(hard + rng.normal(0, 1, 60), hard + rng.normal(0, 1, 60)).is_significant
     assert 0.93 <= held / tries <= 0.97
     assert 0.02 <= alarms / tries <= 0.08
 

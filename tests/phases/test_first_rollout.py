@@ -151,7 +151,7 @@ def test_a_run_of_before_goes_on_without_one(tmp_path):
     state = run.phase.algorithm.state_dict()
     del state["warmups"]
     run.phase.algorithm.load_state_dict(state)
-    assert run.phase.algorithm.version == 1 and not run.phase.policy.wants_statistics
+    assert run.phase.algorithm.version == 1 and not run.phase.policy.needs_statistics
     run.phase.env.close()
 
 
@@ -189,4 +189,4 @@ def test_both_algorithms_count_it(tmp_path, algorithm):
 
 
 def test_a_policy_without_normalisers_wants_no_statistics():
-    assert LinearPolicy().wants_statistics is False
+    assert LinearPolicy().needs_statistics is False

@@ -31,7 +31,7 @@ def plain_launches(monkeypatch):
 
 @pytest.fixture(params=["few", "many"])
 def few_and_many(monkeypatch, request):
-    monkeypatch.setattr(forward, "FEW", 1000 if request.param == "few" else 0)
+    monkeypatch.setattr(forward, "FEW_TOKENS", 1000 if request.param == "few" else 0)
 
 
 def make_steps(model, room=9):
@@ -54,7 +54,7 @@ def test_a_step_is_what_the_network_does(plain_launches, few_and_many, memory, s
 def test_pictures_are_seen_as_usual():
     vision = make_model(image_size=30, patch_size=6, vision_heads=4).vision
     images = torch.rand(3, 3, 30, 30)
-    seen = forward._see_patches(vision, images, torch.float32, doubles_launches.Kernels.gelu_product)
+    seen = forward._encode_images(vision, images, torch.float32, doubles_launches.Kernels.gelu_product)
     torch.testing.assert_close(seen, vision(images, torch.float32))
 
 
@@ -65,11 +65,11 @@ def test_without_pictures_words_are_enough(plain_launches):
 
 def test_products_are_cut_where_their_last_tiles_would_keep_few_units_busy():
     # 68 x 8 tiles on 132 units: four full rounds, and 16 tiles more
-    assert forward._full_rows(8704, 2048, units=132) == 8448
-    assert forward._full_rows(8448, 2048, units=132) == 8448
+    assert forward._full_rows(8704, 2048, processors=132) == 8448
+    assert forward._full_rows(8448, 2048, processors=132) == 8448
     # the rest would not be little
-    assert forward._full_rows(8000, 2048, units=132) == 8000
-    assert forward._full_rows(544, 2048, units=132) == 544
+    assert forward._full_rows(8000, 2048, processors=132) == 8000
+    assert forward._full_rows(544, 2048, processors=132) == 544
 
 
 def test_rows_that_are_cut_are_all_added_to(plain_launches, monkeypatch):
@@ -80,7 +80,7 @@ def test_rows_that_are_cut_are_all_added_to(plain_launches, monkeypatch):
 
 def test_a_chunk_that_has_no_room_is_refused(plain_launches):
     own = make_steps(make_model(**CUT), room=5)
-    with pytest.raises(ValueError, match="a step of 6 tokens, but the cache has room for 5"):
+    with pytest.raises(ValueError, match="6 tokens, but the cache has room for 5"):
         own.velocity(torch.randn(3, 5, 8), torch.rand(3), own.prefix(make_inputs()))
 
 

@@ -50,7 +50,7 @@ def make_fast(policy):
     fast = fast_of(policy.model, policy.config.precision == "bf16", policy.sampling_steps)
 
     def graphs(robots):
-        if not fast.admits(robots):
+        if not fast.supports(robots):
             return None
         fast.refresh(policy._learned)
         policy._learned = False
@@ -149,9 +149,9 @@ def test_too_many_batch_sizes_are_not_recorded():
     model = make_model()
     fast = fast_of(model)
     for robots in (1, 2, 3, 4):
-        assert fast.admits(robots)
+        assert fast.supports(robots)
         fast.sample(make_inputs(robots, lengths=(3,) * robots), torch.randn(robots, 4, 8))
-    assert fast.admits(4) and not fast.admits(5)
+    assert fast.supports(4) and not fast.supports(5)
 
 
 def test_a_copy_of_a_policy_has_no_graphs():
@@ -163,7 +163,7 @@ def test_a_copy_of_a_policy_has_no_graphs():
 def test_it_is_for_gpus():
     policy = make_native(fast=True)
     seen = Env(Instructed(3)).reset(0).select("observation")
-    with pytest.raises(UserError, match="policy.fast=true needs a GPU, but the policy is on cpu; leave it out"):
+    with pytest.raises(UserError, match="policy.fast=true needs a GPU, but the policy is on cpu"):
         policy.act(seen)
     assert make_native(precision="bf16")._acting_graphs(3) is None
 

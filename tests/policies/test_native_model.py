@@ -204,7 +204,7 @@ def test_adapters_are_folded_in_before_anything_is_written(tmp_path):
     adapt(model, LoraConfig(lora_r=2))
     shake(model)
     for write in (lambda: save_model(model, tmp_path), lambda: to_transformers(model)):
-        with pytest.raises(UserError, match="has LoRA adapters, fold them in first .sparring.policies.lora.merge."):
+        with pytest.raises(UserError, match="has LoRA adapters.*sparring.policies.lora.merge"):
             write()
     assert not any(tmp_path.iterdir())
     before = model.features(inputs)
@@ -219,7 +219,7 @@ def test_a_folder_of_transformers_becomes_a_policy(tmp_path):
     model = make_model()
     pi0_of(model).save_pretrained(tmp_path)
     spec = Instructed(1).spec
-    with pytest.raises(UserError, match="no .*tokenizer.json there, .*PaliGemma's for pi0"):
+    with pytest.raises(UserError, match="tokenizer.json .*PaliGemma's for pi0"):
         NativeVLA(NativeVLAConfig(model_path=str(tmp_path)), spec, 4)
     policy = NativeVLA(NativeVLAConfig(model_path=str(tmp_path), tokenizer="bytes"), spec, 4)
     assert policy.model.sizes == model.sizes
@@ -229,7 +229,7 @@ def test_a_folder_of_transformers_becomes_a_policy(tmp_path):
 def test_a_pi0_that_is_made_differently_is_refused():
     pi0 = pi0_of(make_model())
     pi0.config.max_period = 5.0
-    with pytest.raises(UserError, match="max_period is 5.0, expected 4.0: such a model cannot be converted"):
+    with pytest.raises(UserError, match="max_period is 5.0, expected 4.0"):
         _from_transformers(pi0)
     with pytest.raises(UserError, match="pi0 has no memory, but policy.memory_size=3"):
         to_transformers(make_model(memory_size=3))

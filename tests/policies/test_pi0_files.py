@@ -118,11 +118,11 @@ def test_adapters_alone_and_merged_make_the_same_policy(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model_path": None}, "policy.model_path is needed"),
-        ({"model_path": "lerobot/pi0_base"}, "no config.json in such a folder; download the checkpoint first"),
+        ({"model_path": None}, "policy.model_path is not set"),
+        ({"model_path": "lerobot/pi0_base"}, "model_path=lerobot/pi0_base: .*no config.json"),
         ({"tokenizer": "nowhere"}, "policy.tokenizer=nowhere: .*has no tokenizer"),
         ({"cameras": ["haed"]}, "policy.cameras: this env has no camera 'haed'; it has head, wrist"),
-        ({"horizon": 9}, "policy.horizon=9: the checkpoint plans chunks of 4 steps"),
+        ({"horizon": 9}, "policy.horizon=9: .* 4 steps"),
         ({"dtype": "bf16"}, "policy.dtype=bf16 needs policy.precision=bf16"),
         ({"frozen": ["vision_twoer"]}, "policy.frozen: 'vision_twoer' matches no part .* nearest: .*vision_tower"),
         ({"frozen": ["vlm"], "lora_r": 2}, "policy.frozen=.* is not read with policy.lora_r"),
@@ -137,10 +137,10 @@ def test_bad_settings(checkpoint, settings, said):
 @pytest.mark.parametrize(
     ("change", "chunk", "said"),
     [
-        ({"action_dim": 5}, 3, r"this env's action has 5 numbers, the checkpoint takes 4 at most \(max_action_dim\)"),
-        ({"state": 9}, 3, r"this env's state has 9 numbers, the checkpoint takes 8 at most"),
-        ({}, 5, "rollout.action_steps=5 is more than the 4 steps that the checkpoint plans"),
-        ({"images": False}, 3, "looks at images, but this env shows none"),
+        ({"action_dim": 5}, 3, r"this env's action has 5 numbers, .*at most 4 \(max_action_dim\)"),
+        ({"state": 9}, 3, "state has 9 numbers, .*at most 8"),
+        ({}, 5, "rollout.action_steps=5 is more than .* 4 "),
+        ({"images": False}, 3, "needs images"),
     ],
 )
 def test_envs_that_do_not_fit(checkpoint, change, chunk, said):
@@ -174,7 +174,7 @@ def test_bad_checkpoints(checkpoint, tmp_path):
     (folder / "pytorch_model.bin").unlink()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 32}}')
-    told("its image processor makes images of 32x32, its vision model reads 16x16")
+    told("its image processor makes images of 32x32, .* 16x16")
     for settings, said in (
         ("[]", "preprocessor_config.json' holds a list, expected names with values"),
         ('{"image_processor": 3}', "image_processor is 3, expected names"),
@@ -187,10 +187,10 @@ def test_bad_checkpoints(checkpoint, tmp_path):
     (folder / "preprocessor_config.json").unlink()
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    told("has no tokenizer .*byte by byte takes policy.tokenizer=bytes")
+    told("has no tokenizer .*policy.tokenizer=bytes")
     assert make(folder, tokenizer="bytes").prompts.ids.shape == (3, 2 * IMAGE_TOKENS + len(INSTRUCTIONS[2]) + 2)
     tiny_pi0.edit_json(folder / "config.json", model_type="llama")
-    told("config.json says model_type='llama', expected 'pi0'")
+    told("config.json has model_type='llama', expected 'pi0'")
     (folder / "config.json").write_text("{")
     told("cannot be read")
     (folder / "config.json").write_text("[]")

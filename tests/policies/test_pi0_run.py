@@ -67,7 +67,7 @@ def test_mistakes_are_told_before_anything_is_written(checkpoint, tmp_path, caps
     run = tmp_path / "run"
     words = ["train", "finetune", "--output", str(run), *SHORT]
     assert main(words) == 2
-    assert "policy.model_path is needed" in capsys.readouterr().err
+    assert "policy.model_path is not set" in capsys.readouterr().err
     small = tiny_pi0.write(tmp_path / "small")
     assert main([*words, f"policy.model_path={small}"]) == 2
     assert "(max_state_dim)" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """A learner rank that dies, fails or hangs ends the whole run soon, by name, and the same command goes on."""
 
+import errno
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from sparring.processes.heartbeat import BEATS, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, Watchdog
-from sparring.processes.launch import _exit_code, _failure_message
+from sparring.processes.launch import _exit_code, _failure_message, launch
 from sparring.runs.checkpoint import checkpoints
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -134,6 +135,21 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
         launcher.send_signal(signal.SIGTERM)
         assert "The same command goes on from here" in launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 130
+
+
+def test_where_one_cannot_be_started_none_is_left(tmp_path, monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def popen(command, env):
+        if started:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(start(["sleep", "60"]))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        launch(2, ["train"], 2.0, tmp_path)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_who_leaves_does_what_was_put_off_and_ends_nothing_else():

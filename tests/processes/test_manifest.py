@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import zlib
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -113,3 +114,66 @@ def test_a_crc32_binds_no_config(tmp_path):
     sign(tmp_path, "config.yaml")
     assert read_manifest(tmp_path)["files"]["config.yaml"] == entry(tmp_path / "config.yaml")
     assert "sha256" in entry(tmp_path / "config.yaml")
+
+
+@pytest.fixture
+def signed(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    write_manifest(tmp_path, "checkpoint", {"config.yaml": entry(tmp_path / "config.yaml")})
+    assert is_signed(read_manifest(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("hmac", ["\ud800", "é" * 64, "0" * 64, "", None, 1, [["0" * 64]]], ids=ascii)
+def test_an_hmac_is_the_one_or_none(signed, hmac):
+    file = signed / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hmac": hmac}))
+    assert not is_signed(read_manifest(signed))
+
+
+def test_what_is_nested_too_deeply_is_no_manifest(signed):
+    """It may be read where it cannot be written: some 990 levels, as the stack is."""
+    content = (signed / "manifest.json").read_text().rstrip()[:-1]
+    for depth in (8, 100, *range(900, 1010), 3000):
+        (signed / "manifest.json").write_text(f'{content}, "x": {"[" * depth}{"]" * depth}}}')
+        with pytest.raises(ManifestError, match="is no manifest|cannot be read") if depth > 8 else nullcontext():
+            assert not is_signed(read_manifest(signed))
+            assert sign(signed, "config.yaml") and is_signed(read_manifest(signed))
+
+
+@pytest.mark.parametrize("kind", ["too long", "FIFO", "folder", "not text"])
+def test_a_manifest_is_a_small_regular_file(signed, kind):
+    file = signed / "manifest.json"
+    if kind == "too long":
+        os.truncate(file, (64 << 20) + 1)
+    elif kind == "not text":
+        file.write_bytes(b"{\xff}")
+    else:
+        file.unlink()
+        file.mkdir() if kind == "folder" else os.mkfifo(file)
+    why = {"too long": "larger than 67 MB", "FIFO": "not a regular file", "folder": "Is a directory"}.get(kind, "utf-8")
+    with pytest.raises(ManifestError, match=f"cannot be read .*{why}"):
+        read_manifest(signed)
+
+
+@pytest.mark.parametrize("name, why", [("x" * 5000, "cannot be read (File name too long)"), ("x\0", "is missing")])
+def test_names_that_no_file_has_are_damage(signed, name, why):
+    (found,) = damage(signed, {"files": {name: {"size": 1}}})
+    assert found == f"{name[:255]} {why}"
+
+
+def test_files_that_are_links_are_read_and_nothing_is_written_through_them(signed, tmp_path_factory):
+    """Folders of caches hold links to files elsewhere."""
+    cache = tmp_path_factory.mktemp("cache")
+    for file in list(signed.iterdir()):
+        file.rename(cache / file.name)
+        file.symlink_to(cache / file.name)
+    manifest, before = read_manifest(signed), (cache / "manifest.json").read_bytes()
+    assert is_signed(manifest) and damage(signed, manifest) == []
+    with pytest.raises(OSError, match="a link"):
+        sign(signed, "config.yaml")
+    assert (cache / "manifest.json").read_bytes() == before
+    (cache / "config.yaml").write_text("seed: 2\n")
+    assert damage(signed, manifest) == ["config.yaml has another checksum than when it was written"]
+    (cache / "config.yaml").unlink()
+    assert damage(signed, manifest) == ["config.yaml is not a regular file"]

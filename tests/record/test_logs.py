@@ -40,15 +40,15 @@ def test_each_part_has_a_file_and_the_main_one_is_for_people(tmp_path, capsys):
     logging.getLogger("sparring.env").debug("robots")
     log.open_files(tmp_path)
     logging.getLogger("sparring.training").debug("numbers")
-    logging.getLogger("sparring.env").warning("a robot fell over")
+    logging.getLogger("sparring.env").warning("a robot fell \x1b[2Jover")
     logging.getLogger("sparring.data.buffer").debug("details")
     assert written(tmp_path) == {
-        "": ["INFO before there is a folder", "WARNING a robot fell over", "DEBUG details"],
-        "env": ["DEBUG robots", "WARNING a robot fell over"],
+        "": ["INFO before there is a folder", "WARNING a robot fell \\x1b[2Jover", "DEBUG details"],
+        "env": ["DEBUG robots", "WARNING a robot fell \\x1b[2Jover"],
         "normalizer": [],
         "training": ["DEBUG numbers"],
     }
-    assert capsys.readouterr().err == "before there is a folder\na robot fell over\n"
+    assert capsys.readouterr().err == "before there is a folder\na robot fell \\x1b[2Jover\n"
     # the newest, also for those who look there
     log.link()
     assert (tmp_path / "train.log").is_symlink()

@@ -18,7 +18,7 @@ from torch import nn
 
 from sparring.contract import EnvSpec
 from sparring.normalize import RunningNormalizer
-from sparring.processes.manifest import HashedFile, read_manifest
+from sparring.processes.manifest import HashedFile, read_manifest, sign
 from sparring.runs import checkpoint as module
 from sparring.runs.checkpoint import (
     CheckpointError,
@@ -190,6 +190,32 @@ def test_unreadable_states_are_told(tmp_path):
         load_spec(path)
 
 
+WRITTEN = json.dumps({"observation": {"state": [[3], "float32"]}, "action_dim": 2, "video_cameras": ["head"]})
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (b"{}", "observation: Field required"),
+        (b"[]", "Input should be an object"),
+        (WRITTEN[:-1] + ', "more": 1}', "more: Unexpected keyword argument"),
+        (WRITTEN.replace('{"state": [[3], "float32"]}', "[1]"), "observation: Input should be an object"),
+        (WRITTEN.replace("2,", '"two",'), "action_dim: Input should be a valid integer"),
+        (WRITTEN.replace("head", "\\ud800"), "Invalid JSON"),
+        (b"\xff" + WRITTEN.encode(), "Invalid JSON"),
+        (3000 * b"[", "Invalid JSON: recursion limit"),
+        (b" " * (17 << 20), "larger than 17 MB"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)
+def test_a_spec_of_another_form_is_an_error_in_words(tmp_path, content, why):
+    (tmp_path / "spec.json").write_bytes(WRITTEN.encode())
+    assert load_spec(tmp_path) == EnvSpec({"state": ((3,), "float32")}, 2, video_cameras=("head",))
+    (tmp_path / "spec.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CheckpointError, match=f"spec.json' cannot be read: {why}"):
+        load_spec(tmp_path)
+
+
 # ---- manifests
 
 
@@ -335,6 +361,32 @@ def test_many_weights_are_in_many_files(tmp_path, monkeypatch):
     (path / shards[1]).unlink()
     with pytest.raises(CheckpointError, match=f"{shards[1]} is missing"):
         load_weights(other, path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00009-of-00009.safetensors", "model.pt"])
+@pytest.mark.parametrize("kind", ["checkpoint", "trusted"])
+def test_weights_that_no_manifest_lists_are_damage(tmp_path, monkeypatch, name, kind):
+    """`model.safetensors` would be loaded instead of the shards."""
+    monkeypatch.setattr(module, "SHARD_BYTES", 60)
+    path, other = saved(tmp_path, 1, Network(1)), Network()
+    if kind == "trusted":
+        (path / "manifest.json").unlink()
+        sign(path, "config.yaml", [file.name for file in path.iterdir()])
+    load_weights(other, path)
+    save_file(Network(2).state_dict(), path / name)
+    assert damage_of(path) == [f"{name} is not in manifest.json"]
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_weights(other, path)
+    (path / name).unlink()
+    assert damage_of(path) == []
+
+
+@pytest.mark.parametrize("places", ["[" * 3000, '{"a": [1]}', "[]", '"' + "x" * (17 << 20) + '"'], ids=len)
+def test_an_index_of_another_form_is_an_error_in_words(tmp_path, places):
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(f'{{"weight_map": {places}}}')
+    with pytest.raises(CheckpointError, match="cannot be read as an index of weights"):
+        load_weights(Network(), tmp_path)
 
 
 def test_weights_are_written_byte_by_byte_as_safetensors_does(tmp_path):

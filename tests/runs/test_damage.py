@@ -73,13 +73,13 @@ def test_no_way_to_damage_a_file_of_a_run_folder_is_silent(trained, copied, monk
 
 def test_a_config_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeypatch):
     told = []
-    monkeypatch.setattr("sparring.runs.folder.log.warning", lambda words, *values: told.append(words % values))
+    monkeypatch.setattr("sparring.runs.run.log.warning", lambda words, *values: told.append(words % values))
     settings = yaml.safe_load((copied / "config.yaml").read_text())
     further = config_in(copied, training=settings["training"] | {"iterations": 5}, evaluation=settings["evaluation"])
     (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("iterations: 4", "iterations: 3"))
     Run(further)
     what = "config.yaml has another checksum than when it was written"
-    assert told == [f"'{copied}': {what}; it says again what this command asks for"]
+    assert told == [f"'{copied}': {what}; it is written again, with the settings of checkpoint-4"]
     # now it is as it was written
     Run(further)
     assert len(told) == 1

@@ -137,7 +137,7 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
     [
         ("raise in step", "simulating (a step of the env) failed: ValueError: the motor is on fire in env 0 ("),
         ("sys.exit", "simulating (a step of the env) failed: the env called sys.exit(0)"),
-        ("no reward", "step() of faulty_envs:Faulty gave the reward None; expected a number"),
+        ("no reward", "step() of faulty_envs:Faulty returned the reward None; expected a number"),
     ],
 )
 def test_what_an_env_raises_is_a_sentence_and_its_own_lines(tmp_path, capsys, how, says):

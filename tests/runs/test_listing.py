@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import struct
 import threading
@@ -145,6 +146,26 @@ def test_the_table(folder, tmp_path, monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert [run["path"] for run in told] == ["outputs/one", "outputs/two"]
     assert told[0]["best"]["success_rate"] == 0.871
+
+
+def test_what_would_control_the_terminal_is_shown_by_its_code(folder, tmp_path, monkeypatch, capsys):
+    """A downloaded status may hold anything, with a checksum that is right; so may the name of a folder."""
+    told = status("crashed", "\x1b]0;title\x07\x1b[2Jwhy \u202e\rfinished") | {"task": "lift\x1b[31m"}
+    odd = folder("outputs/od\x1b[31md\nsecond", told, checkpoints=[1, 2])
+    files = {"\x1b[31mred": {}, "model.safetensors": entry(odd / "checkpoint-2/model.safetensors")}
+    write_manifest(odd / "checkpoint-2", "checkpoint", files, tensors={"x": ["U8", [400]]})
+    (odd / "checkpoint-1/config.yaml").write_text('env:\n  name: "yourmod:Env\\e[31m"\n')
+    seal(odd / "checkpoint-1")
+    monkeypatch.chdir(tmp_path)
+    for command in (["runs"], ["runs", "--verify"], ["report", "outputs"], ["eval", str(odd)]):
+        main(command)
+    out, err = capsys.readouterr()
+    assert all(character.isprintable() or character == "\n" for character in out + err)
+    assert "outputs/od\\x1b[31md\\nsecond" in out and "lift\\x1b[31m" in out
+    assert "yourmod:Env\\x1b[31m': is no import path" in err and "\\x1b[31mred is missing" in out
+    # warnings of these commands
+    assert logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[2J"})) == "\\x1b[2J"
+    assert "\\x1b]0;title\\x07\\x1b[2Jwhy \\u202e\\rfinished" in out
 
 
 def test_where_there_are_no_runs(tmp_path, monkeypatch, capsys):
@@ -305,7 +326,7 @@ def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
     assert main(["runs", "--verify", str(run), str(other)]) == 0
     assert (
         capsys.readouterr().out
-        == f"{run}/checkpoint-1: whole\n{run}/checkpoint-2: whole\n{other}/checkpoint-3: whole\n"
+        == f"{run}/checkpoint-1: intact\n{run}/checkpoint-2: intact\n{other}/checkpoint-3: intact\n"
     )
     (other / "checkpoint-3/spec.json").unlink()
     assert main(["runs", "--verify", str(run), str(other)]) == 1

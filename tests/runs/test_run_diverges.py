@@ -65,8 +65,18 @@ def test_the_minibatch_is_kept_and_so_is_the_last_good_checkpoint(tmp_path):
 def test_actions_that_are_not_finite_reach_no_robot_and_nothing_is_saved(tmp_path):
     run = run_in(tmp_path, SMALL)
     said = diverges_after(2, run, spoil_actions)
-    assert said == "training has diverged: actions of the policy are NaN or infinite; lower ppo.policy_lr"
+    assert said == "training has diverged: actions of the policy are NaN or infinite; lower ppo.policy_lr=0.001"
     assert run.steps == 0 and saved(tmp_path) == []
+    with safe_open(tmp_path / "diverged.safetensors", "pt") as file:
+        assert file.metadata() == {"update": "3"} and file.get_tensor("observation/state").shape == (4, 2)
+        assert not file.get_tensor("action").isfinite().any()
+
+
+def test_huge_rewards_are_named(tmp_path, capsys):
+    words = ["env.name=gym_doubles:Breaks", "env.kwargs={how: huge, length: 20}", "--output", str(tmp_path)]
+    assert main([*FINETUNE, *words]) == 1
+    said = capsys.readouterr().err
+    assert "check the training data: the largest number in return is 9.2e+29; or lower ppo.policy_lr=" in said
 
 
 def test_steps_that_are_left_out_are_counted(tmp_path):

@@ -14,6 +14,9 @@ from sparring.errors import Diverged
 from sparring.policies.weights import load_optimizer
 from sparring.processes.distributed import Distributed
 
+# what comes from the env's observations and rewards, and from which absolute value on that is worth a remark
+_OF_ENV, _LARGE = ("observation", "next", "advantage", "return"), 1e6
+
 
 @dataclass
 class _Step:
@@ -160,9 +163,14 @@ class GradientStep:
         if step is None:
             return Diverged(f"training has diverged: {what}; lower {self.rate}")
         items = step.batch.items(include_nested=True, leaves_only=True)
-        given = ["/".join(key) if isinstance(key, tuple) else key for key, value in items if not value.isfinite().all()]
-        of_data = f"check the training data, which is not finite either ({', '.join(given)}), or "
-        advice = f"{of_data if given else ''}lower {self.rate}"
+        floats = [
+            (key if isinstance(key, tuple) else (key,), value) for key, value in items if value.dtype.is_floating_point
+        ]
+        most = {key: float(value.abs().max()) for key, value in floats if len(value)}
+        found = [f"{'/'.join(key)} is not finite" for key, value in most.items() if not math.isfinite(value)]
+        large = {key: value for key, value in most.items() if key[0] in _OF_ENV and _LARGE < value < math.inf}
+        found += [f"the largest number in {'/'.join(key)} is {value:.2g}" for key, value in large.items()]
+        advice = f"check the training data: {', '.join(found)}; or lower {self.rate}" if found else f"lower {self.rate}"
         about = {"gradient_step": self.tried, "loss": float(step.loss), "grad_norm": step.known_norm()}
         about["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return Diverged(f"training has diverged: {what}; {advice}", step.batch, about)

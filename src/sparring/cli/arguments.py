@@ -6,6 +6,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sparring.errors import visible
+
 if TYPE_CHECKING:
     from sparring.config.schema import Config
     from sparring.config.text import Setting
@@ -65,7 +67,7 @@ def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool 
     # not again in the processes that this command starts
     if "RANK" not in os.environ:
         for line in notes:
-            print(line, file=sys.stderr)
+            print(visible(line), file=sys.stderr)
     return config
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
 from sparring import algorithms, envs, phases, policies
 from sparring.cli.arguments import OPTIONS, TRUST, config_of
-from sparring.errors import UserError
+from sparring.errors import UserError, visible
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -72,7 +72,7 @@ def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("expected `sparring config import FILE [PHASE] [--output YAML]` without other arguments")
     text, notes = import_config(*arguments.what[1:])
     for line in notes:
-        print(line, file=sys.stderr)
+        print(visible(line), file=sys.stderr)
     if not arguments.output:
         print(text, end="")
         return 0

@@ -4,16 +4,18 @@ import argparse
 import errno
 import faulthandler
 import io
+import logging
 import os
 import re
 import sys
 from contextlib import suppress
+from itertools import pairwise
 
 from sparring import __version__
 from sparring.cli import config, runs, tasks, train
 from sparring.cli.arguments import EPILOG, OPTIONS
 from sparring.config import IMPORTED_FROM
-from sparring.errors import UserError
+from sparring.errors import UserError, VisibleFormatter, visible
 from sparring.processes.heartbeat import OwnStages
 
 # errors of the machine, and of paths that the user gave; any other OSError is a bug of this package
@@ -54,12 +56,18 @@ def _exit_code(argv: list[str]) -> int:
         with suppress(OSError):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
+    # for warnings of commands that set up no logging
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleFormatter())
     try:
         try:
             if any("\0" in word for word in argv):
                 raise UserError("an argument contains a NUL character; remove it")
-            if empty := [word for word in argv if re.fullmatch("--[a-z-]+=--", word)]:  # argparse returns a list for it
-                raise UserError(f"{empty[0]}: the value is missing; give one")
+            # argparse returns a list for --output=--
+            empty = [word for word in argv if re.fullmatch("--[a-z-]+=(--)?", word)]
+            empty += [f"the argument after {before}" for before, word in pairwise(argv) if not word]
+            if empty and argv[0] != "__complete":
+                raise UserError(f"{empty[0]} is empty (a shell variable that is not set?); give a value")
             return _run(argv)
         finally:
             sys.stdout.flush()  # now, while a closed pipe can still be handled
@@ -67,7 +75,7 @@ def _exit_code(argv: list[str]) -> int:
         from sparring.processes.heartbeat import is_first_report
 
         if is_first_report(str(error)):
-            print(f"sparring: {error}", file=sys.stderr)
+            print(f"sparring: {visible(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -83,14 +91,14 @@ def _exit_code(argv: list[str]) -> int:
             # the env is user code: report its error without our stack
             if (failure := describe_env_failure(raised)) is None:
                 raise
-            print(f"sparring: {failure}", file=sys.stderr)
+            print(f"sparring: {visible(failure)}", file=sys.stderr)
             return 1
         try:
             sys.stdout.flush()
         except OSError:  # stdout itself cannot be written
             _forget_stdout()
         advice = f"; {_ADVICE[failed.errno]}" if failed.errno in _ADVICE else ""
-        print(f"sparring: {_file_of(failed)}{failed.strerror}{advice}", file=sys.stderr)
+        print(f"sparring: {visible(_file_of(failed))}{failed.strerror}{advice}", file=sys.stderr)
         return 2 if failed.errno in _USER else 1
 
 

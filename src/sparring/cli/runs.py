@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparring.cli.arguments import OPTIONS, count, positive
-from sparring.errors import UserError
+from sparring.errors import UserError, visible
 
 if TYPE_CHECKING:
     from sparring.runs.listing import RunState
@@ -58,7 +58,7 @@ def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     collection = Collection.write(arguments.runs, output, int(arguments.media_mb * 1e6))
     for path, run in collection.runs.items():
         for what in run.parts["about"]["damage"]:
-            print(f"'{path}': {what}", file=sys.stderr)
+            print(visible(f"'{path}': {what}"), file=sys.stderr)
     print(output)
     return 0
 
@@ -117,7 +117,7 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.evaluation.files import terminal_width, text_table
     from sparring.runs.listing import find_runs
 
-    folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE", "outputs"))
+    folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE") or "outputs")
     if arguments.verify is not None:
         return _verify(arguments.verify or [folder], arguments.json)
     found = find_runs(folder)
@@ -145,7 +145,8 @@ def _verify(roots: list[Path], as_json: bool) -> int:
         for path in found:
             damaged[str(path)] = damage_of(path)
             if not as_json:
-                print(f"{path}: {'damaged: ' + '; '.join(damaged[str(path)]) if damaged[str(path)] else 'whole'}")
+                state = f"damaged: {'; '.join(damaged[str(path)])}" if damaged[str(path)] else "intact"
+                print(visible(f"{path}: {state}"))
         if not found and not as_json:
             print(f"{root}: no checkpoints")
     if as_json:

@@ -95,7 +95,7 @@ def _demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
     settings = parse_overrides(overrides) + flag_settings(arguments, keys)
     noise, keep_failures, pixel_format = arguments.noise, arguments.keep_failures, arguments.pixel_format
     plan = Plan.of(arguments.what, arguments.config, settings, noise, keep_failures, pixel_format)
-    base = Path(os.environ.get("OUTPUT_BASE", "outputs"))
+    base = Path(os.environ.get("OUTPUT_BASE") or "outputs")
     output = Path(arguments.output or base / "demos" / "_".join(arguments.what))
     try:
         recorded = record(plan, arguments.episodes, output, arguments.workers)

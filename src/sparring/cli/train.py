@@ -117,7 +117,7 @@ def _train_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if arguments.dry_run:
         raise UserError("--dry-run needs a single phase; start with teacher: student and adversarial need its run")
-    output = Path(arguments.output or os.environ.get("OUTPUT_BASE", "outputs"))
+    output = Path(arguments.output or os.environ.get("OUTPUT_BASE") or "outputs")
     settings, resume = settings_of(arguments, overrides), arguments.resume or "auto"
     return train_all(settings, output, arguments.gpus, resume, arguments.trust)
 

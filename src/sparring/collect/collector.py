@@ -309,7 +309,8 @@ class Collector(BaseCollector):
             on_cpu = td["action"].device.type == "cpu"
             self._actions = td if on_cpu else TensorDict({"action": td["action"].cpu()}, td.batch_size)
             if not np.isfinite(self._actions["action"].numpy()).all():
-                raise Diverged(f"training has diverged: actions of the policy are NaN or infinite; {self.advice}")
+                what = "training has diverged: actions of the policy are NaN or infinite"
+                raise Diverged(f"{what}; {self.advice}", td)
         return td
 
     def simulate(self, td: TensorDict, counted: np.ndarray | None = None) -> TensorDict:

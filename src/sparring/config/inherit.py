@@ -2,6 +2,7 @@
 the env from `imitate.demos`, the world model from `student.teacher` and `rollout.imagined`, policy and world model from
 `adversarial.*`."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -99,16 +100,15 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
 
 
 def _of_resumed_run(key: str, given: dict[str, Any]) -> tuple[Path | None, list[Setting]]:
-    """The folder and config of a run that started from `given[key]` and goes on: it holds all that came along."""
+    """The newest checkpoint of a run that started from `given[key]` and is resumed, and its config."""
     from sparring.config.schema import Config
-    from sparring.runs.checkpoint import checkpoints
+    from sparring.runs.checkpoint import newest_whole
 
     named = {name: given[name] for name in ("output", "phase") if name in given}
     folder = Config.model_construct(**named).run_folder
-    if given.get("resume", "auto") == "never" or not checkpoints(folder) or not (folder / "config.yaml").is_file():
-        return None, []
-    saved = read_settings(folder / "config.yaml")
-    return (folder, saved) if any(s.key == key and s.value == given[key] for s in saved) else (None, [])
+    newest = None if given.get("resume", "auto") == "never" else newest_whole(folder)
+    saved = read_settings(newest / "config.yaml") if newest else []
+    return (newest, saved) if any(s.key == key and s.value == given[key] for s in saved) else (None, [])
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
@@ -118,23 +118,25 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
     files = [Path(path) / "meta/sparring.json" for path in folders if isinstance(path, str)]
     if not files or not all(file.is_file() for file in files):
         return []
-    envs = [_recorded_env(file) for file in files]
+    envs, checksums = zip(*map(_recorded_env, files), strict=True)
     if given.get("env.name", envs[0]["name"]) != envs[0]["name"]:
         return []
     tasks = list(dict.fromkeys(task for env in envs for task in env["task"]))
     values = {f"env.{key}": value for key, value in (envs[0] | {"task": tasks}).items()}
     folder = files[0].parents[1]
-    settings = [Setting(k, value, f"imitate.demos={folder}") for k, value in values.items() if k not in _OF_THE_RUN]
+    source = f"imitate.demos={folder}"
+    settings = [Setting(k, v, source, sha256=checksums[0]) for k, v in values.items() if k not in _OF_THE_RUN]
     refuse_code(folder, "meta/sparring.json", settings)
     return settings
 
 
-def _recorded_env(file: Path) -> dict[str, Any]:
+def _recorded_env(file: Path) -> tuple[dict[str, Any], str]:
     from sparring.data.lerobot import DatasetError
 
     try:
-        env = json.loads(read_small(file))["env"]
-        return env | {"name": env["name"], "task": list(env["task"])}
+        content = read_small(file)
+        env = json.loads(content)["env"]
+        return env | {"name": env["name"], "task": list(env["task"])}, hashlib.sha256(content).hexdigest()
     except (OSError, ValueError) as error:
         why = str(error)
     except (KeyError, TypeError, RecursionError):

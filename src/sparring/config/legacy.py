@@ -172,7 +172,7 @@ FIXED_VALUES |= dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp"
 
 
 @dataclass(frozen=True)
-class Renamed:
+class _Renamed:
     """Settings under our keys, as their phase reads them, and the settings that were not renamed."""
 
     phase: str
@@ -203,7 +203,7 @@ class Renamed:
         return [f"{self.phase} has the rewards of the originals: {given}; {others}; {differs}"]
 
 
-def rename(settings: list[Setting], schema: Schema, phase: str | None = None) -> Renamed:
+def rename(settings: list[Setting], schema: Schema, phase: str | None = None) -> _Renamed:
     """Settings under our keys: each is renamed, has a fixed value, is for another phase, or is left for the schema to
     refuse. `<phase>.<key of any section>` is for that phase only and overrides the key for all phases in the same file.
     `phase`: the phase to read them for; None: the one that they set."""
@@ -213,7 +213,7 @@ def rename(settings: list[Setting], schema: Schema, phase: str | None = None) ->
     algorithm = next((s.value for s in reversed(settings) if s.key in named), None)
     aliases = ALIASES | (_GRPO_ALIASES if algorithm == "grpo" else {}) | PHASE_ALIASES.get(phase, {})
     schema = replace(schema, aliases=aliases)
-    renamed = Renamed(phase, schema)
+    renamed = _Renamed(phase, schema)
     for _, group in groupby(settings, lambda setting: setting.source):
         common, own, flags = list[Setting](), list[Setting](), dict[str, list[Setting]]()
         for setting in group:
@@ -268,7 +268,7 @@ def why_not(key: str, value: Any) -> str | None:
     return f"expected keys with values below it, e.g. {example}, not {value_text(value)}" if example else reason
 
 
-def _original_rewards(settings: list[Setting], renamed: Renamed) -> list[Setting]:
+def _original_rewards(settings: list[Setting], renamed: _Renamed) -> list[Setting]:
     """The reward settings implied by a config file of the originals (not by single keys on the command line): their set
     of terms and their formula. If it weights some of the terms for this phase, the others get weight 0; otherwise the
     only term of `adversarial` is the prediction error."""

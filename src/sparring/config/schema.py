@@ -60,8 +60,10 @@ class Config(Section):
     device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
     threads: int = Field(0, ge=0, description="CPU threads of the networks; 0: one without images, else torch's")
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
-    output: str | None = Field(None, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
-    resume: str = Field("auto", description="auto: resume the run folder; never: start from scratch; or a checkpoint")
+    output: str | None = Field(None, min_length=1, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
+    resume: str = Field(
+        "auto", min_length=1, description="auto: resume the run folder; never: start from scratch; or a checkpoint"
+    )
     env: _Chosen
     rollout: RolloutConfig
     buffer: BufferConfig
@@ -94,7 +96,7 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        return Path(self.output or Path(os.environ.get("OUTPUT_BASE", "outputs")) / f"{self.phase}_rl")
+        return Path(self.output or Path(os.environ.get("OUTPUT_BASE") or "outputs") / f"{self.phase}_rl")
 
     def __reduce__(self):
         # by value, because the classes of user-defined sections are created at run time

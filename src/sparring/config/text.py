@@ -1,9 +1,10 @@
 """Config as text: reads YAML and JSON files with line numbers, parses command-line overrides, and writes YAML."""
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class Setting:
     source: str  # "command line" or the name of a file
     line: int | None = None  # in a file
     written: str | None = None  # the key as given, if it differs from `key`
+    sha256: str | None = field(default=None, compare=False, repr=False)  # of the content of the file
 
     @property
     def as_written(self) -> str:
@@ -116,7 +118,8 @@ def read_settings(path: str | Path) -> list[Setting]:
     """The leaves of a YAML or JSON file (JSON may have // comments), each with its line."""
     path = Path(path)
     try:
-        text = read_small(path, _FILE_BYTES).decode()
+        content = read_small(path, _FILE_BYTES)
+        text = content.decode()
     except OSError as error:
         raise UserError(f"config file '{path}' cannot be read ({error.strerror})") from None
     except ValueError:
@@ -133,7 +136,8 @@ def read_settings(path: str | Path) -> list[Setting]:
             hint = "; overrides like seed=1 belong on the command line" if "=" in text.splitlines()[0] else ""
             expected = f"expected keys with values at the top level, e.g. 'seed: 1'{hint}"
             raise UserError(f"config file '{path}' line 1: {expected}")
-        return list(_leaves(loader, root, "", path.name))
+        sha256 = hashlib.sha256(content).hexdigest()
+        return [replace(setting, sha256=sha256) for setting in _leaves(loader, root, "", path.name)]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
@@ -154,6 +158,9 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
         key, equals, text = word.removeprefix("--").partition("=")
         if word in others or not re.fullmatch(_KEY, key):
             problems.append(f"'{shortened(word)}' is not an override; write key=value or --key value")
+            continue
+        if equals and not text:
+            problems.append(f"{key}= has no value (a shell variable that is not set?); give one, or {key}=null")
             continue
         try:
             settings.append(Setting(key, yaml.load(text, _Loader) if equals else True, "command line"))

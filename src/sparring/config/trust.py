@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.config.text import Setting, read_settings, value_text
-from sparring.errors import UserError
+from sparring.errors import UserError, visible
 from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manifest, sign
 
 _GIVEN = ContextVar("trust", default=False)
@@ -51,8 +51,8 @@ def trusted_settings(folder: Path, keys: tuple[str, ...] = ("",)) -> list[Settin
 def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> None:
     """Raise TrustError if `settings`, read from the file `name` of `folder`, name code and the folder is not trusted.
     Call it before any of them is used. `folder=None`: a file outside of such folders, which cannot be signed."""
-    found = _code_in(settings)
-    if not found or folder is not None and _is_own(folder, name):
+    found = _code_in(settings := [*settings])
+    if not found or folder is not None and _is_own(folder, name, settings[0].sha256):
         return
     file = name if folder is None else str(folder / name)
     if not _GIVEN.get():
@@ -61,10 +61,10 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
         raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
     if folder is not None and name == "config.yaml":  # the whole file is signed, also settings that are not used now
         found = _code_in(read_settings(folder / name))
-    signed = folder is not None and _sign(folder, name)
+    signed = folder is not None and _sign(folder, name, settings[0].sha256)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"
-        print(f"trusted {file}, which imports {', '.join(found)}: {how}", file=sys.stderr)
+        print(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"), file=sys.stderr)
 
 
 def adopts(folder: Path) -> bool:
@@ -74,8 +74,9 @@ def adopts(folder: Path) -> bool:
     """
     if not _GIVEN.get() or not (folder / "config.yaml").is_file() or read_manifest(folder) is not None:
         return False
-    refuse_code(folder, "config.yaml", read_settings(folder / "config.yaml"))
-    if read_manifest(folder) is None and _sign(folder, "config.yaml") and "RANK" not in os.environ:
+    refuse_code(folder, "config.yaml", settings := read_settings(folder / "config.yaml"))
+    sha256 = settings[0].sha256 if settings else None
+    if read_manifest(folder) is None and _sign(folder, "config.yaml", sha256) and "RANK" not in os.environ:
         print(f"trusted {folder}, which had no {MANIFEST}: signed '{folder}'", file=sys.stderr)
     return True
 
@@ -109,15 +110,21 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _is_own(folder: Path, name: str) -> bool:
+def _is_own(folder: Path, name: str, sha256: str | None) -> bool:
+    """Whether this user signed the folder and the file. `sha256`: checksum of the content that was read from it."""
     manifest = read_manifest(folder)
-    return manifest is not None and is_signed(manifest) and not damage(folder, manifest, [name])
+    if manifest is None or not is_signed(manifest) or damage(folder, manifest, [name]):
+        return False
+    return sha256 in (None, manifest["files"][name].get("sha256"))
 
 
-def _sign(folder: Path, name: str) -> bool:
+def _sign(folder: Path, name: str, sha256: str | None) -> bool:
     """Sign the folder; False if it cannot be written or if this user has no key."""
+    if os.environ.get("RANK", "0") != "0":  # one rank signs, the others trust for this command
+        return False
     found = sorted(path for pattern in _REST[name] for path in folder.glob(pattern))
+    others = [str(path.relative_to(folder)) for path in found if path.is_file()]
     try:
-        return sign(folder, name, [str(path.relative_to(folder)) for path in found if path.is_file()])
+        return sign(folder, name, others, sha256)
     except OSError:
         return False

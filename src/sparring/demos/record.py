@@ -35,7 +35,7 @@ from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
-from sparring.processes.files import flush, refuse_special
+from sparring.processes.files import flush, refuse_links_out, refuse_special
 from sparring.processes.manifest import MANIFEST, entry, write_manifest
 from sparring.record.log import Console
 
@@ -272,6 +272,7 @@ def _held(folder: Path, plan: Plan) -> Iterator[Path]:
     if there and not settings.exists():
         raise UserError(f"'{output}' holds {', '.join(there)} that this command did not write; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_links_out(folder.parent)
     refuse_special(folder / "lock")
     with (folder / "lock").open("w") as lock:
         try:

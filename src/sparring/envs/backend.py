@@ -1,6 +1,6 @@
-"""The numpy interface of every simulator: N robots stepped together. `Env` (env.py) turns the arrays into TensorDicts.
-No backend imports torch: worker processes stay small. Letters: N robots, C steps of a chunk, A action dims, K ended
-episodes."""
+"""The numpy interface of every simulator: N robots stepped together. `Env` (env.py) converts the arrays to TensorDicts.
+Backends do not import torch, which keeps worker processes small. Letters: N robots, C steps of a chunk, A action dims,
+K ended episodes."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
@@ -11,9 +11,9 @@ import numpy as np
 from sparring.contract import EnvSpec
 
 Arrays = dict[str, np.ndarray]
-# [H, W, 3] uint8 for people, or what draws it when called: most of what could be looked at never is
+# a [H, W, 3] uint8 video frame, or a function that draws it: most recorded frames are never shown
 Picture = np.ndarray | Callable[[], np.ndarray]
-SEAM = 2  # half the width of the line between two cameras' pictures, pixels
+SEAM = 2  # half the width of the line between the images of two cameras in a frame, pixels
 
 
 def drawn(picture: Picture) -> np.ndarray:
@@ -22,9 +22,9 @@ def drawn(picture: Picture) -> np.ndarray:
 
 @dataclass
 class Step:
-    """What one call of `Backend.step` did. Arrays are fresh: the backend keeps no reference to them."""
+    """The result of one `Backend.step`. Its arrays are new: the backend keeps no reference to them."""
 
-    observation: Arrays  # [N, ...] each; of the new episode where one ended
+    observation: Arrays  # [N, ...] each; if an episode ended, the first observation of the next one
     reward: np.ndarray  # [N, C] one per executed step, 0 after the episode's end
     executed: np.ndarray  # [N] int64: steps of the chunk that were executed, >= 1
     # [N] bool
@@ -33,9 +33,9 @@ class Step:
     success: np.ndarray
     ended: np.ndarray  # [K] int64 ascending: robots whose episode ended here (terminated | truncated), already reset
     final: Arrays  # [K, ...] each: the true last observation of those episodes
-    # robot -> one picture per executed step, for the robots given to `record`
+    # robot -> one frame per executed step, for the robots given to `record`
     frames: dict[int, list[Picture]] = field(default_factory=dict)
-    # [N] bool: did the robot touch an object in any executed step? All False where the simulator does not tell
+    # [N] bool: the robot touched an object in an executed step; all False if the simulator does not detect contacts
     contact: np.ndarray | None = None
 
     def __post_init__(self):
@@ -45,9 +45,9 @@ class Step:
 
 @dataclass(frozen=True)
 class EpisodeSeeds:
-    """The seed of each episode, a function of (seed, split, episode) only. Episode e of robot i is number `first_env +
-    i + e * total_envs`, so M evaluation episodes are the same for any number of robots. The top bit is the split.
-    Robots of a group (`group_size`) share their starts; `first_episode` were played before."""
+    """Computes the seed of each episode from (seed, split, number) only. Episode e of robot i has the number `first_env
+    + i + e * total_envs`, so M evaluation episodes are the same for any number of robots. The top bit is the split.
+    Robots of a group (`group_size`) share their start states; episodes are counted from `first_episode`."""
 
     seed: int
     split: str = "train"
@@ -67,12 +67,12 @@ class EpisodeSeeds:
 
     @classmethod
     def from_array(cls, numbers: np.ndarray) -> "EpisodeSeeds":
-        seed, is_eval, *placed = numbers.tolist()
-        return cls(seed, "eval" if is_eval else "train", *placed)
+        seed, is_eval, *others = numbers.tolist()
+        return cls(seed, "eval" if is_eval else "train", *others)
 
 
 def _hash(number: int) -> int:
-    """64 well-mixed bits (SplitMix64)."""
+    """SplitMix64: 64 well-mixed bits."""
     number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -86,29 +86,29 @@ class Backend(Protocol):
     spec: EnvSpec
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
-        """Start episode 0 of every robot; `[N, ...]` observations."""
+        """Start episode 0 of every robot and return observations `[N, ...]`."""
 
     def step(self, action: np.ndarray) -> Step:
-        """Execute chunks `[N, C, A]`, clipped to [-1, 1]; observe at their end. A robot whose episode ends skips the
-        rest of its chunk and is reset at once: its k-th episode starts from `seeds(i, k)`."""
+        """Execute chunks `[N, C, A]`, clipped to [-1, 1], and observe after the last step. A robot whose episode ends
+        skips the rest of its chunk and is reset at once: its k-th episode starts from `seeds(i, k)`."""
 
     def record(self, envs: list[int]) -> None:
-        """From now on `Step.frames` carries a picture of every executed step of these robots ([] stops it)."""
+        """Put a frame of every further executed step of these robots into `Step.frames`; [] stops recording."""
 
     def render(self, env: int) -> np.ndarray | None:
-        """A `[H, W, 3]` uint8 picture of robot `env` as it is now; None where there is nothing to draw."""
+        """Draw the current state of robot `env` as a `[H, W, 3]` uint8 frame; None if it cannot be drawn."""
 
     def no_picture(self, env: int) -> str | None:
-        """Why `render` gives None, and what to do about it; None, or no such method: that is not known."""
+        """Optional: return why `render` returns None, and how to fix it. None: the reason is unknown."""
 
     def sketch(self, env: int) -> Callable[[], np.ndarray] | None:
-        """A function that draws robot `env` as it is now, later and in any thread; None or no such method: it cannot.
-        Where there is one, `Step.frames` holds such functions too."""
+        """Optional: return a function that draws the current state of robot `env` later, in any thread; None if this is
+        impossible. If it is possible, `Step.frames` holds such functions too."""
 
     def state(self) -> Arrays | None:
-        """All that the future depends on, or None where the simulator cannot tell."""
+        """Return the complete state of the simulation, or None if the simulator does not provide it."""
 
     def set_state(self, state: Arrays) -> None:
-        """Go back to a `state()`; the next `step` then gives bit-identical results."""
+        """Restore a `state()`; the next `step` then returns bit-identical results."""
 
     def close(self) -> None: ...

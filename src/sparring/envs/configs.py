@@ -18,7 +18,7 @@ def _known_tasks(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _listed(value):
-    """ "reach_d0" and ["reach_d0"] are the same."""
+    """Accept "reach_d0" for ["reach_d0"]."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -27,7 +27,7 @@ TaskList = Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_
 
 def _no_camera_twice(cameras: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(cameras)) < len(cameras):
-        raise ValueError("names a camera twice")
+        raise ValueError("expected each camera once")
     return cameras
 
 
@@ -35,7 +35,7 @@ DOMAINS = ("appearance", "background", "light", "camera_pose", "clutter", "frict
 
 
 def _all_domains(names):
-    """ "all" is every one of them, and a bare name is a list of one."""
+    """Replace "all" by all domains, and accept a name for a list of one."""
     if names in ("all", ["all"], ("all",)):
         return DOMAINS
     return (names,) if isinstance(names, str) else names
@@ -44,44 +44,44 @@ def _all_domains(names):
 class TabletopConfig(Section):
     """The built-in robot arm on a table."""
 
-    name: str = Field("tabletop", description="which env: tabletop, gym:<gymnasium id>, or your.module:Class")
+    name: str = Field("tabletop", description="kind of env: tabletop, gym:<gymnasium id>, or your.module:Class")
     task: TaskList = Field(
-        ("reach_d0",), description="task and reset distribution; several are dealt out over the envs"
+        ("reach_d0",), description="task and start distribution; the robots take the entries of a list in turn"
     )
     cameras: Annotated[
         tuple[Literal["head", "wrist", "left_wrist", "right_wrist"], ...],
         BeforeValidator(_listed),
         AfterValidator(_no_camera_twice),
-    ] = Field((), description="cameras the policy sees; [] is state only; with two arms left_wrist and right_wrist")
-    image_size: int = Field(64, ge=16, le=512, description="pixels a side of each camera image")
-    depth: bool = Field(False, description="observation/depth/<camera> beside each image, metres")
-    segmentation: bool = Field(False, description="observation/segmentation/<camera>: what each pixel belongs to")
-    points: int = Field(0, ge=0, le=8192, description="observation/points: so many points of what the cameras see")
+    ] = Field((), description="cameras of the policy; []: state only; two arms have left_wrist and right_wrist")
+    image_size: int = Field(64, ge=16, le=512, description="side of each camera image, pixels")
+    depth: bool = Field(False, description="add observation/depth/<camera>, metres")
+    segmentation: bool = Field(False, description="add observation/segmentation/<camera>, a label for each pixel")
+    points: int = Field(0, ge=0, le=8192, description="points in observation/points, a point cloud of all cameras")
     object_state: Literal["state", "privileged", "hidden"] = Field(
-        "state", description="goal and object poses: in observation/state, for critics only, or shown to nobody"
+        "state", description="goal and object poses: in observation/state, for critics only, or in no observation"
     )
     pad_state: int = Field(
-        0, ge=0, le=4096, description="observation/state is padded with zeros to this; 0: not at all"
+        0, ge=0, le=4096, description="observation/state is padded with zeros to this size; 0: no padding"
     )
     pad_action: int = Field(
-        0, ge=0, le=256, description="actions have so many entries, the last ignored; 0: no padding"
+        0, ge=0, le=256, description="number of entries of an action; the env ignores extra ones; 0: no padding"
     )
     control_mode: Literal["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"] = Field(
         "delta_qpos",
-        description="what an action means: joint steps, hand steps (pointing down), hand steps and turns, or joints",
+        description="an action is joint steps, hand steps (pointing down), hand steps and rotations, or joint targets",
     )
     reward: Literal["dense", "sparse"] = Field(
-        "dense", description="dense: shaped, in [0, 1] a step; sparse: 1 at the end of a successful episode"
+        "dense", description="dense: shaped, in [0, 1] per step; sparse: 1 at the end of a successful episode"
     )
     action_scale: float = Field(1.0, gt=0, le=4, description="multiplies the largest step of an action")
     domain_randomization: Annotated[tuple[Literal[DOMAINS], ...], BeforeValidator(_all_domains)] = Field(  # type: ignore[valid-type]
-        (), description=f"what differs between episodes beside the task: all, or a list of {', '.join(DOMAINS)}"
+        (), description=f"properties that are randomized in each episode: all, or a list of {', '.join(DOMAINS)}"
     )
-    noise_screen: bool = Field(False, description="the screen of the task explore shows random static, new each step")
+    noise_screen: bool = Field(False, description="the screen of the task explore shows new random noise at each step")
     video_renderer: Literal["builtin", "mujoco"] = Field(
-        "builtin", description="what draws videos; mujoco is prettier and needs the GL libraries EGL or OSMesa"
+        "builtin", description="renderer of videos; mujoco is more realistic and needs the GL library EGL or OSMesa"
     )
-    threads: int = Field(0, ge=0, description="threads that step and draw a group of robots; 0: one per core in all")
+    threads: int = Field(0, ge=0, description="threads that step and draw a group of robots; 0: one per core in total")
 
 
 class GymConfig(Section):
@@ -91,6 +91,6 @@ class GymConfig(Section):
     vectorize: Literal["serial", "process"] = Field(
         "serial", description="serial: all envs in this process; process: worker processes with shared memory"
     )
-    workers: int = Field(0, ge=0, description="processes of a group when vectorize=process; 0: one per core in all")
-    success_return: float | None = Field(None, description="an episode that returns at least this much is a success")
-    kwargs: dict = Field(default_factory=dict, description="passed on to gymnasium.make")
+    workers: int = Field(0, ge=0, description="processes of each group if vectorize=process; 0: one per core in total")
+    success_return: float | None = Field(None, description="an episode is a success if its return is at least this")
+    kwargs: dict = Field(default_factory=dict, description="keyword arguments for gymnasium.make")

@@ -1,4 +1,4 @@
-"""Env: a backend's numpy arrays as TensorDicts of the contract, and how it is made from the `env` section."""
+"""Env: converts a backend's arrays to TensorDicts of the contract. `make_env` creates it from the `env` section."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ log = logging.getLogger("sparring.env")
 
 
 class Env:
-    """N robots in a simulator, stepped together. In training, robots of a group start their episodes alike."""
+    """N robots in a simulator, stepped together. In training, the robots of a group share their start states."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Env:
         self.first_env = first_env
         self.total_envs = total_envs or backend.num_envs
         self.group_size = group_size
-        self.config: Section | None = None  # the `env` section it was made from, where there is one
-        self.last: Step | None = None  # the last step in numpy, for counting and filming
-        self.lane = 0  # of those whose stages are watched: one for each group of robots
+        self.config: Section | None = None  # the `env` section it was created from, if any
+        self.last: Step | None = None  # the last step as numpy arrays, for statistics and videos
+        self.group = 0  # its number among `rollout.groups`; the watchdog has a deadline for each group and stage
 
     @property
     def num_envs(self) -> int:
@@ -57,17 +57,17 @@ class Env:
         return self.spec.instructions
 
     def reset(self, seed: int, split: str = "train", first_episode: int = 0) -> TensorDict:
-        """Begin episode `first_episode` of every robot."""
+        """Start episode `first_episode` of every robot."""
         group_size = self.group_size if split == "train" else 1
         log.debug("resets %d robots to episode %d of seed %d, %s", self.num_envs, first_episode, seed, split)
         seeds = EpisodeSeeds(seed, split, self.first_env, self.total_envs, group_size, first_episode)
-        with _Watched("reset", self.lane):
+        with _Watched("reset", self.group):
             observation = self.backend.reset(seeds)
         return self._root(observation, np.ones(self.num_envs, bool))
 
     def step(self, td: TensorDict) -> TensorDict:
-        """`next/*` is what the action led to; the root is where the next decision is taken, after auto-reset."""
-        with _Watched("simulate", self.lane):
+        """`next/*` is the result of the action; the root is the input of the next decision, after auto-reset."""
+        with _Watched("simulate", self.group):
             step = self.backend.step(td["action"].numpy(force=True))
         is_first = np.zeros(self.num_envs, bool)
         is_first[step.ended] = True
@@ -80,24 +80,24 @@ class Env:
         return root.set("next", TensorDict(following, [self.num_envs]))
 
     def state(self) -> Arrays | None:
-        with _Watched("state", self.lane):
+        with _Watched("state", self.group):
             return self.backend.state()
 
     def set_state(self, state: Arrays) -> None:
-        with _Watched("state", self.lane):
+        with _Watched("state", self.group):
             self.backend.set_state(state)
 
     def close(self) -> None:
-        with _Watched("close", self.lane):
+        with _Watched("close", self.group):
             self.backend.close()
 
     def render(self, robot: int) -> np.ndarray | None:
-        with _Watched("render", self.lane):
+        with _Watched("render", self.group):
             return self.backend.render(robot)
 
     def _root(self, observation: Arrays, is_first: np.ndarray) -> TensorDict:
-        shown = self._observation(observation, self.num_envs)
-        return TensorDict({"observation": shown, "is_first": self._tensor(is_first)}, [self.num_envs])
+        tensors = self._observation(observation, self.num_envs)
+        return TensorDict({"observation": tensors, "is_first": self._tensor(is_first)}, [self.num_envs])
 
     def _observation(self, arrays: Arrays, rows: int) -> TensorDict:
         nested: dict = {}
@@ -110,7 +110,7 @@ class Env:
         return TensorDict(nested, [rows])
 
     def _true_next(self, observation: TensorDict, ended: np.ndarray, final: Arrays) -> TensorDict:
-        """The root observation itself where no episode ended (no copy), else one with the true last ones put back."""
+        """The root observation itself if no episode ended, else a copy with the true last observations."""
         if not len(ended):
             return observation
         observation = observation.clone()
@@ -123,12 +123,12 @@ class Env:
 
 
 class _Watched(OwnStage):
-    """What an env raises is marked with the stage that it failed in."""
+    """Marks an error of an env with the stage in which it was raised."""
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, SystemExit):
-            # a simulator's, which must not end this process as if all was well
+            # raised by a simulator: it must not end this process, possibly with exit code 0
             raise StageFailed(f"{DOING[self.stage]} failed: the env called sys.exit({error.code})") from error
         if isinstance(error, Exception):
             error.failed_at = self.stage  # type: ignore[attr-defined]
@@ -146,14 +146,14 @@ def make_env(
     total_envs: int = 0,
     group_size: int = 1,
 ) -> Env:
-    """`num_envs` robots of this process: numbers `first_env`.. of `total_envs` over all processes. `group_size` of them
-    at a time start each training episode alike."""
+    """Create the robots of this process: `num_envs` of `total_envs` over all processes, the first with the number
+    `first_env`. Each group of `group_size` robots shares its start states in training."""
     if not isinstance(config, Section):
-        raise UserError(f"make_env takes the env section of a config, e.g. load_config().env; got {config!r}")
+        raise UserError(f"make_env: got {config!r}; expected the env section of a config, e.g. load_config().env")
     if num_envs < 1:
-        raise UserError(f"make_env: num_envs is {num_envs}, expected >= 1")
+        raise UserError(f"make_env: num_envs={num_envs}; expected >= 1")
     if num_envs % group_size:
-        raise UserError(f"make_env: {num_envs} robots cannot be put into groups of {group_size}")
+        raise UserError(f"make_env: num_envs={num_envs}; expected a multiple of group_size={group_size}")
     known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)  # type: ignore[attr-defined]
     with _Watched("make", patience_s=MAKING_S):
         backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
@@ -165,15 +165,15 @@ def make_env(
 
 
 def make_training_env(config: "Config", distributed: "Distributed", group: int = 0) -> Env:
-    """This process's share of the robots that a run's config asks for, or one of its `rollout.groups`."""
+    """Create this process's share of the robots of a run, or one of its `rollout.groups`."""
     rollout = config.rollout
     robots = rollout.n_envs // rollout.groups
     env = config.env
     if rollout.groups > 1:
-        own = usable_cores(rollout.groups)  # they simulate at the same time: all cores for each would be too many
-        shared = "workers" if isinstance(env, GymConfig) else "threads"
-        env = env.model_copy(update={shared: own}) if getattr(env, shared, None) == 0 else env
+        cores = usable_cores(rollout.groups)  # groups simulate at the same time and share the cores
+        setting = "workers" if isinstance(env, GymConfig) else "threads"
+        env = env.model_copy(update={setting: cores}) if getattr(env, setting, None) == 0 else env
     first, total = distributed.rank * rollout.n_envs + group * robots, distributed.world_size * rollout.n_envs
     made = make_env(env, robots, rollout.max_episode_steps, distributed.device, first, total, rollout.group_size)
-    made.lane = group
+    made.group = group
     return made

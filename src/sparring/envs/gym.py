@@ -19,13 +19,13 @@ from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError, describe_error
 
-_INSTALL = 'pip install "sparring[gym]" brings what gymnasium\'s own envs need'
-# env.name -> why MuJoCo cannot draw in this process: a second try would end the process with no exception to catch
+_INSTALL = 'pip install "sparring[gym]" installs what gymnasium\'s own envs need'
+# env.name -> why MuJoCo cannot render in this process: a second attempt would end the process without an exception
 _NO_OPENGL: dict[str, str] = {}
 
 
 class _ObservationMap:
-    """A gymnasium observation space -> "state" float32 [S] and "image/<name>" uint8 [3, H, W]."""
+    """Maps a gymnasium observation space to "state" float32 [S] and "image/<name>" uint8 [3, H, W]."""
 
     def __init__(self, space: spaces.Space, env_name: str):
         self.env_name = env_name
@@ -63,8 +63,8 @@ class _ObservationMap:
             if np.shape(value) != space.shape:
                 label = "the observation" if key is None else f"observation[{key!r}]"
                 raise UserError(
-                    f"{label} of {self.env_name} has shape {np.shape(value)} but its observation_space says "
-                    f"{space.shape}; make the two agree"
+                    f"{label} of {self.env_name} has shape {np.shape(value)} but its observation_space has shape "
+                    f"{space.shape}; correct one of them in the env"
                 )
 
     def _vector(self, space: spaces.Space):
@@ -86,13 +86,13 @@ class _ObservationMap:
     def _unsupported(self, space: spaces.Space) -> UserError:
         return UserError(
             f"observation space {space} of {self.env_name} is not supported; expected a Box of numbers, a uint8 Box "
-            "[H, W, 1 or 3] or [1 or 3, H, W] (an image), a Discrete, or a flat Dict of these; wrap the env so that "
-            "it shows one of them (gymnasium.wrappers.FlattenObservation, TransformObservation)"
+            "[H, W, 1 or 3] or [1 or 3, H, W] (an image), a Discrete, or a flat Dict of these; wrap the env to return "
+            "one of them (gymnasium.wrappers.FlattenObservation, TransformObservation)"
         )
 
 
 class _ActionMap:
-    """Our actions [C, A] -> the env's own. `discrete` is its number of choices, 0 for continuous actions."""
+    """Maps actions [C, A] of the contract to actions of the env. `discrete`: number of choices, 0 if continuous."""
 
     def __init__(self, space: spaces.Space, env_name: str):
         self.space: Any = space
@@ -103,18 +103,18 @@ class _ActionMap:
             self.dim, self.discrete = int(np.prod(space.shape)), 0
             low, high = space.low.astype(np.float64), space.high.astype(np.float64)
             bounded = np.isfinite(low) & np.isfinite(high)
-            low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)  # open sides: not scaled
+            low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)  # not scaled if unbounded
             self._scale, self._center = (high - low) / 2, (high + low) / 2
         else:
             raise UserError(
-                f"action space {space} of {env_name} is not supported; expected a Box or a Discrete; wrap the env "
-                "so that it takes one of them (gymnasium.wrappers.TransformAction)"
+                f"action space {space} of {env_name} is not supported; expected a Box or a Discrete; wrap the env to "
+                "accept one of them (gymnasium.wrappers.TransformAction)"
             )
 
     def decode(self, action: np.ndarray) -> list[list[Any]]:
-        """`[N, C, A]` floats -> N lists of C actions of the env."""
+        """Convert `[N, C, A]` floats to N lists of C actions of the env."""
         chunk = action.shape[1]
-        # [N, C, A] -> [N*C, ...], listed once because walking through an array row by row is slow
+        # [N, C, A] -> [N*C, ...], converted to a list once: iterating over the rows of an array is slow
         flat = list((self._indices if self.discrete else self._box)(action.reshape(-1, self.dim)))
         return [flat[start : start + chunk] for start in range(0, len(flat), chunk)]
 
@@ -124,13 +124,13 @@ class _ActionMap:
         if np.count_nonzero(valid) != valid.size:
             wrong = action[~valid][0, 0]
             raise UserError(f"action {wrong} of {self.env_name} is not an index in 0..{self.discrete - 1}")
-        index = index.astype(self.space.dtype)  # `Discrete.contains` is faster on these
+        index = index.astype(self.space.dtype)  # `Discrete.contains` is faster for this dtype
         return index + self.space.start if self.space.start else index
 
     def _box(self, action: np.ndarray) -> np.ndarray:
         if np.count_nonzero(np.isfinite(action)) != action.size:
             raise UserError(f"the action for {self.env_name} holds NaN or inf; the policy's weights have diverged")
-        # [B, A] -> [B, *the env's own shape]; np.clip would take three times as long
+        # [B, A] -> [B, *shape of the action space]; np.clip takes three times as long
         action = np.minimum(np.maximum(action, -1.0), 1.0).reshape(-1, *self.space.shape)
         action = np.minimum(np.maximum(self._center + self._scale * action, self.space.low), self.space.high)
         if np.issubdtype(self.space.dtype, np.integer):
@@ -139,7 +139,7 @@ class _ActionMap:
 
 
 class GymRobot:
-    """A gymnasium env with our spec. It does not reset itself: the batch it is in knows the seeds."""
+    """A gymnasium env with an `EnvSpec`. It does not reset itself: `GymBatch` holds the seeds."""
 
     def __init__(self, config: GymConfig, max_episode_steps: int | None = None):
         self.env, self._limit = _make_env(config, max_episode_steps)
@@ -155,19 +155,19 @@ class GymRobot:
             reports_success=config.success_return is not None,
             control_hz=float(self.env.metadata.get("render_fps") or 30.0),
         )
-        # while recording, `frames` holds one [H, W, 3] picture per step of the latest chunk
+        # while recording, `frames` holds one [H, W, 3] frame per step of the latest chunk
         self.recording = False
         self.frames: list[Picture] = []
-        # MuJoCo's window library warns of each thing it lacks; `no_picture` says it once
+        # MuJoCo's window library logs many warnings if it is incomplete; `no_picture` has the reason
         warnings.filterwarnings("ignore", module="glfw")
-        self.no_picture: str | None = None  # why there is no picture; None while there may be one
+        self.no_picture: str | None = None  # why the env cannot be drawn; None: no reason known so far
         if self.env.render_mode != "rgb_array":
-            mode = f"{config.name} was made with render_mode={self.env.render_mode!r}, not 'rgb_array'"
-            needed = "an env that draws takes render_mode and has 'rgb_array' in metadata['render_modes']"
+            mode = f"{config.name} has render_mode={self.env.render_mode!r}, expected 'rgb_array'"
+            needed = "the env must accept render_mode and list 'rgb_array' in metadata['render_modes']"
             self.no_picture = f"{mode}; {needed}"
         self._success_return = config.success_return
-        self.reports_success = config.success_return is not None  # or once an info says so
-        self._observation: Any = None  # the env's own latest observation; None before the first reset
+        self.reports_success = config.success_return is not None  # or as soon as an info contains it
+        self._observation: Any = None  # the latest observation of the env; None before the first reset
         self._return, self._elapsed = 0.0, 0
 
     def reset(self, seed: int) -> None:
@@ -176,7 +176,7 @@ class GymRobot:
         self._return, self._elapsed = 0.0, 0
 
     def step(self, actions: list[Any], rewards: np.ndarray) -> tuple[int, bool, bool, bool]:
-        """Execute the env's own actions in turn until the episode ends. Fills `rewards` [C]; returns executed,
+        """Execute actions of the env one after another until the episode ends. Fill `rewards` [C]; return executed,
         terminated, truncated, success."""
         if self.recording:
             self.frames = []
@@ -186,7 +186,7 @@ class GymRobot:
                 rewards[index] = reward
                 self._return += reward  # type: ignore[operator]
             except (TypeError, ValueError):
-                raise UserError(f"step() of {self._name} gave the reward {reward!r}; expected a number") from None
+                raise UserError(f"step() of {self._name} returned the reward {reward!r}; expected a number") from None
             self._elapsed += 1
             if self._elapsed == self._limit:
                 truncated = True
@@ -194,8 +194,8 @@ class GymRobot:
                 self.frames.append(picture)
             if terminated or truncated:
                 break
-        enough, over = self._success_return, terminated or truncated
-        success = over and enough is not None and self._return >= enough
+        threshold, ended = self._success_return, terminated or truncated
+        success = ended and threshold is not None and self._return >= threshold
         for key in ("is_success", "success") if info else ():
             if key in info:
                 self.reports_success, success = True, bool(info[key])
@@ -205,7 +205,7 @@ class GymRobot:
         self.observations.write(self._observation, arrays, row)
 
     def render(self) -> np.ndarray | None:
-        """A `[H, W, 3]` uint8 picture, or None and the reason in `no_picture`."""
+        """Return a `[H, W, 3]` uint8 frame, or None and set `no_picture` to the reason."""
         self.no_picture = self.no_picture or _NO_OPENGL.get(self._name)
         if self.no_picture is not None or self._observation is None:
             return None
@@ -214,15 +214,15 @@ class GymRobot:
             return None if picture is None else np.array(picture, np.uint8)  # the env may reuse its buffer
         except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
             self.no_picture = f"{error}; {_INSTALL}"
-        except Exception as error:  # drawing is optional, whatever goes wrong in it
+        except Exception as error:  # rendering is optional: no error in it may end a run
             self.no_picture = f"render() of {self._name} failed: {describe_error(error)}"
             if type(error).__module__ == "mujoco":
-                advice = "install OpenGL's EGL or OSMesa, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa"
+                advice = "install the GL library EGL or OSMesa, and set MUJOCO_GL=egl or MUJOCO_GL=osmesa"
                 self.no_picture = _NO_OPENGL[self._name] = f"MuJoCo cannot draw {self._name} here ({error}); {advice}"
         return None
 
     def state(self) -> Arrays | None:
-        """All that the rest of the episode depends on, or None where the env cannot tell."""
+        """Return the state that determines the rest of the episode, or None if the env does not provide it."""
         if (inner := self._inner_state()) is None:
             return None
         generator = self.env.np_random.bit_generator.state
@@ -230,7 +230,7 @@ class GymRobot:
 
     def set_state(self, state: Arrays) -> None:
         saved, env = unpack(state), self.env
-        self._observation, _ = env.reset(seed=0)  # a fresh env may build in its first reset what it needs for a step
+        self._observation, _ = env.reset(seed=0)  # the first reset of an env may create what its step needs
         if hasattr(env, "set_state"):
             env.set_state(saved["inner"])
         else:
@@ -245,10 +245,10 @@ class GymRobot:
     def _inner_state(self) -> Any:
         env = self.env
         if isinstance(env, gymnasium.Wrapper):
-            return None  # a wrapper may remember things that the env inside knows nothing of
+            return None  # a wrapper may have state of its own
         if hasattr(env, "get_state") and hasattr(env, "set_state"):
             return env.get_state()
-        # only here is it known that nothing else changes in an episode
+        # the complete list of variables is known for these envs only
         if type(env).__module__.startswith("gymnasium.envs.classic_control"):
             names = ("state", "steps_beyond_terminated", "last_u")
             return {name: getattr(env, name) for name in names if hasattr(env, name)}
@@ -256,7 +256,7 @@ class GymRobot:
 
 
 def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasium.Env, int]:
-    """The env that `config.name` names, able to draw where it can, and its time limit (0: none)."""
+    """Create the env `config.name`, with rendering if supported. Returns the env and its time limit (0: none)."""
     source, _, name = config.name.partition(":")
     if not name:
         raise UserError(f"env.name={config.name!r}; expected gym:<gymnasium id> or your.module:Class")
@@ -268,25 +268,25 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
             creator = resolve(config.name, {}, "env")
             env = creator(**{**_render_kwargs(creator), **config.kwargs})
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
-        lacks = isinstance(error, ImportError | gymnasium.error.DependencyNotInstalled)
-        hint = f"; {_INSTALL}" if lacks else ""
-        made = f"env.name={config.name} cannot be made with env.kwargs={config.kwargs}"
-        raise UserError(f"{made}: {error}{hint}") from error
+        is_missing = isinstance(error, ImportError | gymnasium.error.DependencyNotInstalled)
+        hint = f"; {_INSTALL}" if is_missing else ""
+        what = f"env.name={config.name} cannot be created with env.kwargs={config.kwargs}"
+        raise UserError(f"{what}: {error}{hint}") from error
     if not isinstance(env, gymnasium.Env):
-        raise TypeError(f"env.name={config.name!r} gave a {type(env).__name__}; expected a gymnasium.Env")
+        raise TypeError(f"env.name={config.name!r} created a {type(env).__name__}; expected a gymnasium.Env")
     if env.render_mode is None and "rgb_array" in (env.metadata.get("render_modes") or ()):
-        # a function made it without render_mode; envs read theirs when they draw
+        # a function created it without render_mode; most envs read the mode only when they render
         with contextlib.suppress(AttributeError):
             env.unwrapped.render_mode = "rgb_array"
     own_limit = env.spec.max_episode_steps if env.spec else None
-    # the robot counts steps itself: without these wrappers a step is faster and the state complete
+    # GymRobot counts steps itself: without these wrappers a step is faster and the state is complete
     while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
         env = env.env  # type: ignore[attr-defined]
     return env, max_episode_steps or own_limit or 0
 
 
 def _creator(env_id: str) -> Any:
-    """The class or function behind a gymnasium id ("CartPole-v1", "module:Id-v0"); None where only `make` knows it."""
+    """The class or function of a gymnasium id ("CartPole-v1", "module:Id-v0"); None if only `make` can find it."""
     module, _, name = env_id.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -297,8 +297,8 @@ def _creator(env_id: str) -> Any:
 
 
 def _render_kwargs(creator: Any) -> dict:
-    """gymnasium fixes the render mode when an env is made."""
-    if inspect.isfunction(creator):  # what its env can draw is known only when it is made
+    """Arguments that enable rendering: gymnasium fixes the render mode when an env is created."""
+    if inspect.isfunction(creator):  # the render modes of its env are not known before the call
         return {"render_mode": "rgb_array"} if "render_mode" in inspect.signature(creator).parameters else {}
     metadata = getattr(creator, "metadata", None)
     if not isinstance(metadata, dict) or "rgb_array" not in metadata.get("render_modes", ()):
@@ -309,7 +309,7 @@ def _render_kwargs(creator: Any) -> dict:
 
 
 def pack(value: Any) -> Arrays:
-    """Nested dicts, lists, tuples, numbers, text and arrays -> plain arrays: the outline as JSON text, never pickle."""
+    """Convert nested dicts, lists, tuples, numbers, text and arrays to plain arrays; their structure is JSON text."""
     arrays: Arrays = {}
 
     def outline(node: Any) -> Any:
@@ -322,13 +322,14 @@ def pack(value: Any) -> Arrays:
             return {type(node).__name__: [outline(item) for item in node]}
         if node is None or isinstance(node, bool | int | float | str):
             return node
-        raise TypeError(f"an env state holds a {type(node).__name__}; use arrays, numbers, text, dicts, lists")
+        raise TypeError(f"an env state holds a {type(node).__name__}; expected arrays, numbers, text, dicts or lists")
 
     text = json.dumps(outline(value))
     return {**arrays, "outline": np.frombuffer(text.encode(), np.uint8).copy()}
 
 
 def unpack(arrays: Arrays) -> Any:
+    """The inverse of `pack`."""
 
     def build(node: Any) -> Any:
         if not isinstance(node, dict):

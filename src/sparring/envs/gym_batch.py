@@ -1,5 +1,5 @@
-"""Gymnasium envs stepped in turn, in this process (`SerialBackend`) or in a worker. Letters: N robots, C steps of a
-chunk, A action dims."""
+"""Gymnasium envs stepped one after another, in this process (`SerialBackend`) or in a worker. Letters: N robots, C
+steps of a chunk, A action dims."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,6 +17,8 @@ Frames = dict[int, list[Picture]]
 
 
 class SerialBackend:
+    """N gymnasium envs in this process."""
+
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
         self._batch = GymBatch(config, range(num_envs), max_episode_steps)
@@ -41,7 +43,7 @@ class SerialBackend:
 
 @dataclass
 class StepArrays:
-    """The arrays that a step reads and fills; processes may share them."""
+    """The input and output arrays of a step; processes can share them."""
 
     action: np.ndarray  # [N, C, A] float32
     reward: np.ndarray  # [N, C] float32
@@ -51,7 +53,7 @@ class StepArrays:
     truncated: np.ndarray
     success: np.ndarray
     observation: Arrays  # [N, ...] each
-    final: Arrays  # [N, ...] each: the last observation of the episodes that ended in this step, old values elsewhere
+    final: Arrays  # [N, ...] each: the last observation of episodes that ended in this step; other rows are outdated
 
     @classmethod
     def allocate(cls, spec: EnvSpec, num_envs: int, chunk: int) -> "StepArrays":
@@ -76,11 +78,11 @@ class StepArrays:
         return cls(**whole)
 
     def other_chunk(self, action: np.ndarray) -> int:
-        """C of an action `[N, C, A]` that needs other arrays than these; 0: it fits."""
+        """C of an action `[N, C, A]` if it needs new arrays; 0: it fits into these."""
         shape, (robots, chunk, dims) = np.shape(action), self.action.shape
         if len(shape) != 3 or shape[0] != robots or shape[1] < 1 or shape[2] != dims:
-            expected = f"expected [{robots}, C, {dims}]: envs, steps of the chunk (at least 1), action dims"
-            raise UserError(f"an action of shape {shape}; {expected}")
+            expected = f"expected [{robots}, C, {dims}]: robots, steps of the chunk (at least 1), action dims"
+            raise UserError(f"action has shape {shape}; {expected}")
         return 0 if shape[1] == chunk else shape[1]
 
     def observed(self) -> Arrays:
@@ -94,7 +96,7 @@ class StepArrays:
 
 
 class GymBatch:
-    """The robots `envs` (their numbers in the whole batch). It works on a `StepArrays` of its own rows only."""
+    """Steps the robots with the numbers `envs` in the whole batch. Its `StepArrays` hold only these robots."""
 
     def __init__(self, config: GymConfig, envs: range, max_episode_steps: int | None):
         self.name, self.envs = config.name, envs
@@ -114,7 +116,7 @@ class GymBatch:
         self._episodes = [0] * len(self.envs)
         arrays.reward.fill(0.0)
         for row in range(len(self.envs)):
-            self._begin_episode(row, arrays)
+            self._start_episode(row, arrays)
         self._check(arrays, ended=[])
 
     def step(self, arrays: StepArrays) -> Frames:
@@ -155,7 +157,7 @@ class GymBatch:
         for row, (env, robot) in enumerate(zip(self.envs, self.robots, strict=True)):
             if f"{env}/episode" not in state:
                 saved = sum(key.endswith("/episode") for key in state)
-                raise UserError(f"the saved state is of {saved} envs and has no env {env}; use as many envs as it had")
+                raise UserError(f"the saved state has {saved} envs and no env {env}; create {saved} envs to restore it")
             robot.set_state(_below(state, str(env)))
             self._episodes[row] = int(state[f"{env}/episode"])
 
@@ -166,7 +168,7 @@ class GymBatch:
     def _robot(self, env: int) -> GymRobot:
         return self.robots[env - self.envs.start]
 
-    def _begin_episode(self, row: int, arrays: StepArrays) -> None:
+    def _start_episode(self, row: int, arrays: StepArrays) -> None:
         assert self._seeds is not None
         try:
             self.robots[row].reset(self._seeds(self.envs[row], self._episodes[row]))
@@ -188,27 +190,27 @@ class GymBatch:
             raise
         if ended:
             self._episodes[row] += 1
-            self._begin_episode(row, arrays)
+            self._start_episode(row, arrays)
         return ended
 
     def _check(self, arrays: StepArrays, ended: list[int]) -> None:
-        everyone = range(len(self.envs))
-        self._check_finite("reward", arrays.reward, everyone)
-        # pictures are integers; all else is in "state"
+        all_rows = range(len(self.envs))
+        self._check_finite("reward", arrays.reward, all_rows)
+        # images are integers; everything else is in "state"
         if "state" in arrays.observation:
-            self._check_finite("observation", arrays.observation["state"], everyone)
+            self._check_finite("observation", arrays.observation["state"], all_rows)
             if ended:
                 self._check_finite("final observation", arrays.final["state"][ended], ended)
 
     def _check_finite(self, what: str, values: np.ndarray, rows: list[int] | range) -> None:
-        """Once per batch, which is far cheaper than once per robot."""
+        """Raise for NaN or inf. One call per batch is much cheaper than one per robot."""
         finite = np.isfinite(values)
         if np.count_nonzero(finite) == finite.size:
             return
         wrong = int(np.argwhere(~finite)[0][0])
         env, found = self.envs[rows[wrong]], values[wrong]
-        why = "its simulation has diverged or it divides by zero: have the env end such episodes"
-        raise UserError(f"the {what} of env {env} ({self.name}) holds NaN or inf: {found}; {why}")
+        advice = "the simulation has diverged or divided by zero: let the env terminate such episodes"
+        raise UserError(f"the {what} of env {env} ({self.name}) holds NaN or inf: {found}; {advice}")
 
 
 def _below(state: Arrays, prefix: str) -> Arrays:

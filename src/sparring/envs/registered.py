@@ -1,7 +1,7 @@
-"""The built-in tasks as gymnasium envs `sparring/<task>`; importing this module registers them, and so does
+"""The built-in tasks as gymnasium envs `sparring/<task>`. Importing this module registers them, and so does
 `import sparring` after gymnasium (`gymnasium.make("sparring:sparring/lift_d0")`). Keyword arguments are the fields of
 `TabletopConfig`; `episode_steps` is the time limit. An observation is the state vector, or a dict with `state`, one
-`[H, W, 3]` image per camera and what else is configured (docs/suite.md)."""
+`[H, W, 3]` image per camera and the other configured entries (docs/suite.md)."""
 
 import gymnasium
 import numpy as np
@@ -16,11 +16,11 @@ from sparring.envs.tabletop.scene import CONTROL_HZ
 from sparring.envs.tabletop.tasks.registry import register
 from sparring.errors import UserError
 
-_BOUND = 20.0  # entries of vectors are about 1; checkers ask for finite bounds
+_BOUND = 20.0  # vector entries are about 1; env checkers require finite bounds
 
 
 class TabletopGym(gymnasium.Env):
-    """One robot. `reset` says in `info["instruction"]` what is asked for; `info["success"]` is set at the end."""
+    """One robot. `info["instruction"]` of `reset` is the task in words; `info["success"]` is valid at the end."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": round(CONTROL_HZ)}
 
@@ -45,7 +45,7 @@ class TabletopGym(gymnasium.Env):
     def step(self, action: np.ndarray):
         # [A] -> [N=1, C=1, A]
         step = self._backend.step(np.asarray(action)[None, None])
-        # the backend has begun the next episode already
+        # the backend has already started the next episode
         observation = _observed_one(step.final if len(step.ended) else step.observation)
         self._picture = drawn(step.frames[0][-1]) if self.render_mode else None
         info = {"success": bool(step.success[0])}
@@ -61,15 +61,15 @@ class TabletopGym(gymnasium.Env):
 
 
 def _make_backend(settings: dict, id_task: str | None, num_envs: int, steps: int | None, mode: str | None) -> Tabletop:
-    """`id_task` is the task of the gymnasium id; a list of mixed tasks begins with it."""
+    """Create the simulator. `id_task`: the task of the gymnasium id; a list of mixed tasks must start with it."""
     if mode not in (None, "rgb_array"):
         raise UserError(f"render_mode={mode!r}: expected None or 'rgb_array'")
     if steps is not None and not (isinstance(steps, int) and steps > 0):
-        raise UserError(f"episode_steps={steps!r}: expected a number of steps above 0, or None for the task's own")
+        raise UserError(f"episode_steps={steps!r}: expected a number of steps above 0, or None for the task's default")
     config = TabletopConfig(**({"task": id_task} if id_task else {}) | settings)
     if id_task and config.task[0] != id_task:
         given = f"'sparring/{id_task}' and task={settings['task']!r} name different tasks"
-        raise UserError(f"{given}; make 'sparring/{config.task[0]}', or leave task out")
+        raise UserError(f"{given}; use the id 'sparring/{config.task[0]}', or remove task")
     return Tabletop(config, num_envs, steps)
 
 
@@ -85,24 +85,24 @@ def _observation_space(spec: EnvSpec) -> gymnasium.Space:
 
 
 def _observed(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
-    seen = {}
+    entries = {}
     for name, value in arrays.items():
         if name.startswith("image/"):
-            seen[name.removeprefix("image/")] = np.ascontiguousarray(value.transpose(0, 2, 3, 1))
+            entries[name.removeprefix("image/")] = np.ascontiguousarray(value.transpose(0, 2, 3, 1))
         elif name != "task":
-            seen[name] = value if value.dtype == np.uint8 else np.clip(value, -_BOUND, _BOUND)
-    return seen["state"] if list(seen) == ["state"] else seen
+            entries[name] = value if value.dtype == np.uint8 else np.clip(value, -_BOUND, _BOUND)
+    return entries["state"] if list(entries) == ["state"] else entries
 
 
 def _observed_one(arrays: Arrays) -> np.ndarray | dict[str, np.ndarray]:
-    seen = _observed(arrays)
-    return {name: value[0] for name, value in seen.items()} if isinstance(seen, dict) else seen[0]
+    observed = _observed(arrays)
+    return {name: value[0] for name, value in observed.items()} if isinstance(observed, dict) else observed[0]
 
 
 class TabletopVectorGym(gymnasium.vector.VectorEnv):
-    """N robots stepped together: `make_vec("sparring/lift_d0", 16)`. Episodes restart at once: `infos` has the true
-    last observation (`final_obs`), its outcome (`success`) and the next `instruction`; `render()` shows the new
-    episodes."""
+    """N robots stepped together: `make_vec("sparring/lift_d0", 16)`. A robot whose episode ends is reset in the same
+    step: `infos` has the true last observation (`final_obs`), the outcome (`success`) and the next `instruction`;
+    `render()` shows the new episode."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, **TabletopGym.metadata}
 
@@ -126,7 +126,7 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
         super().reset(seed=seed)
         seeds = EpisodeSeeds(int(self.np_random.integers(2**31)), total_envs=self.num_envs)
         observation = self._backend.reset(seeds)
-        return _observed(observation), self._instructed(observation["task"], np.ones(self.num_envs, bool))
+        return _observed(observation), self._instructions(observation["task"], np.ones(self.num_envs, bool))
 
     def step(self, actions: np.ndarray):
         # [N, A] -> [N, C=1, A]
@@ -137,15 +137,15 @@ class TabletopVectorGym(gymnasium.vector.VectorEnv):
             final = np.full(self.num_envs, None, object)
             for k, env in enumerate(step.ended):
                 final[env] = _observed_one({name: value[k : k + 1] for name, value in step.final.items()})
-            infos |= {"final_obs": final, "_final_obs": ended} | self._instructed(step.observation["task"], ended)
+            infos |= {"final_obs": final, "_final_obs": ended} | self._instructions(step.observation["task"], ended)
         return _observed(step.observation), step.reward[:, 0].astype(np.float64), step.terminated, step.truncated, infos
 
     def render(self) -> list[np.ndarray] | None:
         return [self._backend.render(env) for env in range(self.num_envs)] if self.render_mode else None
 
-    def _instructed(self, phrasing: np.ndarray, begun: np.ndarray) -> dict[str, np.ndarray]:
-        instructions = np.array(self._backend.spec.instructions, object)[phrasing]
-        return {"instruction": np.where(begun, instructions, None), "_instruction": begun}  # type: ignore[dict-item]
+    def _instructions(self, phrasing: np.ndarray, started: np.ndarray) -> dict[str, np.ndarray]:
+        texts = np.array(self._backend.spec.instructions, object)[phrasing]
+        return {"instruction": np.where(started, texts, None), "_instruction": started}  # type: ignore[dict-item]
 
     def close_extras(self, **kwargs) -> None:
         self._backend.close()

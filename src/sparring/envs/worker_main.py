@@ -1,5 +1,5 @@
-"""A worker process of `ProcessBackend`, run as `python -m sparring.envs.worker_main <fd>` with its end of the pipe. It
-ends when the parent closes the pipe or dies. No torch."""
+"""A worker process of `ProcessBackend`, run as `python -m sparring.envs.worker_main <fd>`, where fd is its end of the
+pipe. It ends when the parent closes the pipe or dies. No torch."""
 
 import time
 from functools import partial
@@ -12,11 +12,11 @@ from sparring.envs.gym_batch import Frames, GymBatch, StepArrays
 from sparring.processes.child import connect_to_parent, error_report
 from sparring.processes.memory import SharedHandle, SharedMemory
 
-LEAVE_S = 5.0  # what a worker whose parent hung up gets to close its envs in peace
+LEAVE_S = 5.0  # seconds that a worker has to close its envs after the parent closed the pipe
 
 
 class _Commands:
-    """Each method is a command of the parent, called by its name; others are those of its `GymBatch`."""
+    """Each method is a command, called by its name; commands that it lacks are methods of its `GymBatch`."""
 
     def __init__(self) -> None:
         self.batch: GymBatch | None = None
@@ -27,7 +27,7 @@ class _Commands:
         return self.batch.spec
 
     def attach(self, handle: SharedHandle) -> None:
-        """Use this worker's rows of the shared `StepArrays` from now on."""
+        """Use this worker's rows of shared `StepArrays` in all later commands."""
         rows = slice(self.batch.envs.start, self.batch.envs.stop)
         shared = SharedMemory.attach(handle, last=False).arrays
         self._arrays = StepArrays.of({key: array[rows] for key, array in shared.items()})
@@ -42,11 +42,11 @@ class _Commands:
         return getattr(self.batch, method)
 
 
-def _answer(commands: _Commands, method: str, arguments: tuple) -> tuple[bool, Any]:
-    """(True, result), or (False, (what happened, traceback))."""
+def _run_command(commands: _Commands, method: str, arguments: tuple) -> tuple[bool, Any]:
+    """Return (True, result), or (False, (description of the error, traceback))."""
     try:
         return True, getattr(commands, method)(*arguments)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever an env raises
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # an env may raise any of these
         return False, error_report(error)
 
 
@@ -55,7 +55,7 @@ def _main() -> None:
     try:
         while True:
             method, arguments = pipe.receive()
-            pipe.send(_answer(commands, method, arguments))
+            pipe.send(_run_command(commands, method, arguments))
     except (EOFError, OSError):
         pass
     finally:

@@ -21,10 +21,10 @@ from sparring.processes.child import Child, usable_cores
 from sparring.processes.heartbeat import MAKING_S, OwnStages
 from sparring.processes.memory import SharedMemory
 
-CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5  # seconds to close envs: idle, and in the middle of a step
+CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5  # seconds that workers have to close envs: when idle; in the middle of a step
 
 
-# seconds until a worker must have answered, where nobody watches for longer than a step may take
+# timeout in seconds of a worker's reply; the watchdog of a run usually acts earlier
 LONGEST_S = MAKING_S
 
 
@@ -33,7 +33,7 @@ class WorkerError(RuntimeError):
 
 
 class ProcessBackend:
-    """N gymnasium envs dealt out over worker processes. The results do not depend on how many workers there are."""
+    """N gymnasium envs distributed over worker processes. Results do not depend on the number of workers."""
 
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         if sys.platform == "win32":
@@ -91,7 +91,7 @@ class ProcessBackend:
 
 
 class _WorkerPool:
-    """The workers and the memory they share. Apart from the backend, so that it can outlive it to clean up."""
+    """The workers and their shared memory. A separate object, so that it can clean up after the backend is deleted."""
 
     def __init__(self, slices: list[range]):
         self.arrays: StepArrays | None = None
@@ -100,21 +100,21 @@ class _WorkerPool:
         self.workers = [_Worker(number, envs) for number, envs in enumerate(slices)]
 
     def make(self, config: GymConfig, max_episode_steps: int | None) -> EnvSpec:
-        return self._ask(self.workers, "make", lambda worker: (config, worker.envs, max_episode_steps))[0]
+        return self._request(self.workers, "make", lambda worker: (config, worker.envs, max_episode_steps))[0]
 
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
         columns = StepArrays.columns(spec, num_envs, chunk)
         instead = "a larger /dev/shm, or env.vectorize=serial"
-        self.memory = SharedMemory.make(columns, what="what is shared with workers of the env", instead=instead)
+        self.memory = SharedMemory.make(columns, what="the memory shared with env workers", instead=instead)
         self.arrays = StepArrays.of(self.memory.arrays)
         self.call("attach", self.memory.handle)
         self.memory.forget_name()
 
     def call(self, method: str, *arguments: Any, owner_of: int | None = None) -> list[Any]:
-        """The answers of all workers, or of the one that has that env."""
+        """Run a command in all workers, or in the worker of the env `owner_of`; return the results."""
         self.check_open()
         workers = [worker for worker in self.workers if owner_of is None or owner_of in worker.envs]
-        return self._ask(workers, method, lambda worker: arguments)
+        return self._request(workers, method, lambda worker: arguments)
 
     def check_open(self) -> None:
         if self._closed:
@@ -133,36 +133,36 @@ class _WorkerPool:
             worker.end(max(0.0, deadline - time.monotonic()))
         self.arrays = self.memory = None
 
-    def _ask(self, workers: list["_Worker"], method: str, arguments: Callable[["_Worker"], tuple]) -> list[Any]:
-        """All answers are read before an error is raised, so that none is left for the next call."""
-        self._busy = True  # stays set where a KeyboardInterrupt leaves answers unread
+    def _request(self, workers: list["_Worker"], method: str, arguments: Callable[["_Worker"], tuple]) -> list[Any]:
+        """Read all replies before raising an error, so that none remains for the next request."""
+        self._busy = True  # stays True if a KeyboardInterrupt leaves replies unread
         check = partial(self._check, time.monotonic() + LONGEST_S)
         try:
             for worker in workers:
                 given = arguments(worker)
-                # without arguments, as of a step, there is room: it has read all that came before
+                # a message without arguments, such as "step", cannot block: the worker has read all earlier messages
                 worker.send((method, given), check if given else None)
-            answers = [worker.answer(check) for worker in workers]
+            replies = [worker.reply(check) for worker in workers]
         except (WorkerError, StageFailed):
             self.close()
             raise
         self._busy = False
-        for worker, (fine, result) in zip(workers, answers, strict=True):
-            if not fine and result[1] is None:
+        for worker, (succeeded, result) in zip(workers, replies, strict=True):
+            if not succeeded and result[1] is None:
                 raise UserError(f"{worker.name}: {result[0]}")
-            if not fine:
+            if not succeeded:
                 raise WorkerError(f"{worker.name} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
-        return [result for _, result in answers]
+        return [result for _, result in replies]
 
     def _check(self, deadline: float) -> None:
-        """While workers are waited for: they live, and are not late."""
+        """Called while waiting for workers. Raise if a worker has died or a deadline has passed."""
         for worker in self.workers:
             if worker.process.poll() is not None:
                 raise worker.failure()
         if OwnStages.now is not None:
             OwnStages.now.check()
         if time.monotonic() > deadline:
-            raise WorkerError(f"the workers of the env have not answered for {LONGEST_S:g} seconds")
+            raise WorkerError(f"the env workers have not replied for {LONGEST_S:g} seconds")
 
 
 class _Worker(Child):
@@ -171,7 +171,7 @@ class _Worker(Child):
         name = f"worker {number} (envs {envs[0]}..{envs[-1]})"
         super().__init__("sparring.envs.worker_main", name, {"OMP_NUM_THREADS": "1", **os.environ})
 
-    def answer(self, check: Callable[[], None]) -> tuple[bool, Any]:
+    def reply(self, check: Callable[[], None]) -> tuple[bool, Any]:
         try:
             return self.receive(check)
         except EOFError:
@@ -182,7 +182,7 @@ class _Worker(Child):
 
 
 def _slices(num_envs: int, workers: int) -> list[range]:
-    """Contiguous ranges of nearly equal size."""
+    """Split `num_envs` into contiguous ranges of nearly equal size."""
     workers = min(workers, num_envs)
     edges = [num_envs * k // workers for k in range(workers + 1)]
     return [range(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]

@@ -193,7 +193,7 @@ def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
     yield "saved state", True, saved
     yield "speed", True, f"{speed:,.0f} env steps/s with {ROBOTS} robots and random actions"
     name = re.sub(r"[^\w.-]", "_", "_".join(getattr(config.env, "task", ())) or config.env.name)
-    sheet = Path(os.environ.get("OUTPUT_BASE", "outputs")) / "check" / f"{name}.png"
+    sheet = Path(os.environ.get("OUTPUT_BASE") or "outputs") / "check" / f"{name}.png"
     yield "images", True, str(write_png(sheet, filmstrip(frames))) if frames else f"none: {why_no_picture(again)}"
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from zlib import crc32
 
 from sparring.config.text import value_text
-from sparring.errors import UserError
+from sparring.errors import UserError, visible
 from sparring.processes.files import refuse_special, write_whole
 from sparring.processes.rows import Document
 
@@ -30,7 +30,7 @@ def text_table(
     """Format left-aligned columns; the first row is the head, with a `rule` below it.
 
     If the table is wider than `width`, `spare` columns are shortened first, in this order, then the widest."""
-    rows = list(rows)
+    rows = [tuple(visible(cell, kept="") for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widest_first = sorted(range(len(widths)), key=lambda i: -widths[i])
     for i in (*spare, *widest_first) if width else ():

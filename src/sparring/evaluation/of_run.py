@@ -17,6 +17,7 @@ from sparring.evaluation.play import Evaluation
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.phases.phase import Progress
 from sparring.processes.distributed import pick_device
+from sparring.processes.files import refuse_links_out
 from sparring.record.videos import VideoWriter
 from sparring.runs.checkpoint import CheckpointError, checkpoint_folder, load_spec, load_training_state
 from sparring.runs.fits import spec_differences
@@ -43,6 +44,7 @@ def evaluate_checkpoint(
     now, trained = flatten(config.dump()), load_config(None, trusted_settings(checkpoint), inherit=False)
     changed = {key: now[key] for key in episode_differences(trained, config, SAME_EPISODES) if key in now}
     files = EvaluationFiles.of(Path(path) if Path(path).is_dir() else checkpoint, kind, changed, json_file)
+    refuse_links_out(files.folder)
     refuse_unwritable(files.json_file)
     if videos:
         refuse_unwritable(files.folder / f"{files.name}.mp4", "leave out --videos")

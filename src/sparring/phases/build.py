@@ -133,8 +133,9 @@ def _build_local_collector(
         steps = episodes * (rollout.imagined_decisions if rollout.imagined else _episode_decisions(config, env))
     envs = cast(GroupedEnv, env).envs if rollout.groups > 1 else [cast(Env, env)]
     collectors = [Collector(each, policy, config.seed, chunk=rollout.action_steps, episodes=episodes) for each in envs]
+    section = "algorithm_config" if ":" in config.algorithm else config.algorithm
     for each in collectors:
-        each.advice = f"lower {'algorithm_config' if ':' in config.algorithm else config.algorithm}.policy_lr"
+        each.advice = f"lower {section}.policy_lr={getattr(config.algorithm_section, 'policy_lr', '')}"
     collector = GroupedCollector(cast(GroupedEnv, env), collectors) if rollout.groups > 1 else collectors[0]
     return collector, _build_buffer(config, steps)
 

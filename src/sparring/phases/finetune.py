@@ -111,7 +111,7 @@ class Finetune(Phase):
     def turn(self, fraction: float, learns: bool = True) -> dict[str, float]:
         """Collect a rollout with its rewards and, if `learns`, update the policy from it."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
-        if learns and isinstance(self.algorithm, Algorithm) and self.policy.wants_statistics:
+        if learns and isinstance(self.algorithm, Algorithm) and self.policy.needs_statistics:
             self._warm_up()
         with fail_together(self.distributed):
             stages = self.collect()

@@ -1,4 +1,4 @@
-"""Policies: observations -> action chunks, and the score of chunks taken before."""
+"""Policies: map observations to action chunks, and score earlier chunks."""
 
 POLICIES = {
     "actor_critic": "sparring.policies.actor_critic:ActorCritic",

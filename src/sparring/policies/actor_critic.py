@@ -1,6 +1,6 @@
-"""The plain policy: an encoder of observations, an actor with a head of its choice, and a critic.
+"""ActorCritic: an encoder of observations, an actor with one of several heads, and a critic.
 
-A head turns features into a distribution over chunks; a sample is scored as it was drawn, before clipping.
+A head maps features to a distribution over chunks. Samples are scored as drawn, before the env clips them.
 Letters: B decisions, C chunk positions, A action dims, F features."""
 
 import contextlib
@@ -21,9 +21,9 @@ from sparring.policies.encoders import STATE, ObservationEncoder, mlp
 from sparring.policies.policy import Loss, Policy
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
-_LEAST_STD = 0.05  # an imitating policy keeps at least this standard deviation, to explore with later
+_LEAST_STD = 0.05  # smallest standard deviation that imitation fits, so that the policy can explore in fine-tuning
 
-# the mean [B, C, ...] and the log of the standard deviation, broadcastable to it (None where there is none)
+# the mean [B, C, ...] and the log of the standard deviation, broadcastable to it (None for heads without one)
 Parameters = tuple[torch.Tensor, Any]
 
 
@@ -47,7 +47,7 @@ class EncodedPolicy(Policy):
 
 
 class ActorCritic(EncodedPolicy):
-    """Actor and critic share the encoder (normalizer, CNN) and nothing else."""
+    """Actor and critic share only the encoder (normalizer, CNN)."""
 
     config: ActorCriticConfig
 
@@ -60,11 +60,11 @@ class ActorCritic(EncodedPolicy):
         self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
         self.in_keys = [*self.encoder.in_keys, *self.critic.in_keys]
         self.head = _make_head(config, spec, config.hidden[-1] if config.hidden else self.encoder.size, chunk)
-        self.padding = spec.action_padding  # entries of an action that mean nothing to the env: zero, and not scored
+        self.padding = spec.action_padding  # trailing action entries that the env ignores: zero, and not scored
         self.action_normalizer = None
         if config.normalize_actions:
             if not self.head.takes_scaled_actions:
-                advice = "set it to false, or policy.distribution=gaussian"
+                advice = "set it to false, or set policy.distribution=gaussian"
                 raise UserError(f"policy.normalize_actions=true scales gaussian and gsde actions only; {advice}")
             self.action_normalizer = Normalizer(self.head.action_dim)
         self.noise_size = self.head.noise_size
@@ -72,7 +72,7 @@ class ActorCritic(EncodedPolicy):
 
     @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
-        """The actions are not clipped (the env clips them to what it accepts), and carry no autograd graph."""
+        """Add actions that are not clipped (the env clips them) and carry no autograd graph."""
         features, latent = self._encode(td)
         parameters = mean, log_std = self.head.parameters_of(latent)
         noise = td.get("noise", None)
@@ -83,7 +83,7 @@ class ActorCritic(EncodedPolicy):
             action = nn.functional.pad(action, (0, self.padding))
         trace = {"mean": mean} if self.head.constant_std else {"mean": mean, "log_std": log_std}
         if self.encoder.is_costly and noise is not None:
-            # `complete` runs a cheap encoder once more, for all decisions at once; a costly one has just run
+            # a cheap encoder runs again in `complete`, for all decisions at once; a costly one should run only once
             td.set("value", self.critic(features, td))
         td.set("action", action)
         return td.set("trace", TensorDict(trace, td.batch_size))
@@ -124,7 +124,7 @@ class ActorCritic(EncodedPolicy):
         return super()._normalizers() | own
 
     def _encode(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features for the critic, and those that the head turns into actions; densities are never below fp32."""
+        """Features for the critic, and features for the head; both at least fp32, so that log-probs are."""
         with self._precision():
             features = self.encoder(td)
             latent = self.dropout(self.actor(features))
@@ -135,7 +135,7 @@ class ActorCritic(EncodedPolicy):
         return action if self.action_normalizer is None else self.action_normalizer(action)
 
 
-def _make_head(config: ActorCriticConfig, spec: EnvSpec, width: int, chunk: int) -> "_GaussianHead | _TokenHead":
+def _make_head(config: ActorCriticConfig, spec: EnvSpec, features: int, chunk: int) -> "_GaussianHead | _TokenHead":
     kind, choices, dims = config.distribution, spec.discrete_actions, spec.action_dim - spec.action_padding
     if kind == "auto":
         kind = "discrete" if choices else "gaussian"
@@ -143,21 +143,21 @@ def _make_head(config: ActorCriticConfig, spec: EnvSpec, width: int, chunk: int)
         takes = f"one of {choices} choices" if choices else "continuous actions"
         raise UserError(f"policy.distribution={kind}, but the env takes {takes}; set policy.distribution=auto")
     if kind == "discrete":
-        return _DiscreteHead(width, chunk, choices)
+        return _DiscreteHead(features, chunk, choices)
     if kind == "tokens":
-        return _TokenHead(width, chunk, dims, config.bins)
+        return _TokenHead(features, chunk, dims, config.bins)
     head_class = {"gaussian": _GaussianHead, "squashed": _SquashedGaussianHead, "gsde": _StateDependentHead}[kind]
-    return head_class(width, chunk, dims, config.init_std)
+    return head_class(features, chunk, dims, config.init_std)
 
 
 @dataclass
 class _Score:
-    """How likely a chunk is, position by position: all [B, C]."""
+    """Log-prob and entropy of a chunk per position, [B, C]."""
 
-    log_prob: torch.Tensor  # float64: a ratio is a difference of two
+    log_prob: torch.Tensor  # float64: log ratios are differences of two log-probs
     entropy: torch.Tensor
-    squares: torch.Tensor | None  # (x - mean)^2 / sigma^2, still per dim [B, C, A]; None where there is no sigma
-    dims: int  # how many numbers of each position were scored
+    squares: torch.Tensor | None  # (x - mean)^2 / sigma^2 per dim [B, C, A]; None for heads without a sigma
+    dims: int  # scored numbers per position
 
     @property
     def z2(self) -> torch.Tensor:
@@ -165,16 +165,16 @@ class _Score:
 
 
 class _ActionHead(nn.Module):
-    constant_std = True  # whether log_std depends on the weights alone, so that a trace need not hold it
-    holds_noise = False  # whether it draws one noise for several decisions (`Policy.noise_hold`)
-    takes_scaled_actions = False  # whether its actions may be scaled as demonstrations are (policy.normalize_actions)
+    constant_std = True  # whether log_std depends only on the weights, so that a trace need not store it
+    holds_noise = False  # whether several decisions share one noise (`Policy.noise_hold`)
+    takes_scaled_actions = False  # whether it supports policy.normalize_actions
 
     def __init__(self, features: int, chunk: int, action_dim: int, outputs: int):
-        """`outputs`: numbers that an action dim takes."""
+        """`outputs`: network outputs per action dim."""
         super().__init__()
         self.chunk, self.action_dim = chunk, action_dim
         self.noise_size = chunk * action_dim
-        # a fresh policy is near its mean everywhere, so that early exploration is even
+        # small initial weights: the mean of a fresh policy is near 0 in every state, so early exploration is uniform
         self.linear = nn.Linear(features, chunk * action_dim * outputs)
         nn.init.orthogonal_(self.linear.weight, 0.01)
         nn.init.zeros_(self.linear.bias)
@@ -195,13 +195,13 @@ class _GaussianHead(_ActionHead):
 
     def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
         mean, log_std = parameters
-        # uniform -> normal through the inverse of its distribution function
+        # uniform -> normal by the inverse of its distribution function
         return torch.addcmul(mean, log_std.exp(), torch.special.ndtri(noise).view_as(mean))
 
     def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
         mean, log_std = parameters
         squares = ((action - mean) * (-log_std).exp()).square()
-        # [B, C, A] -> [B, C], accumulated in float64; the volume is one number where log_std is one vector
+        # [B, C, A] -> [B, C], accumulated in float64; the volume is a scalar if log_std is one vector [A]
         volume = log_std.sum(-1, dtype=torch.float64) + self.action_dim * LOG_SQRT_2PI
         log_prob = torch.sub(-volume, squares.sum(-1, dtype=torch.float64), alpha=0.5)
         entropy = (volume + 0.5 * self.action_dim).float().expand(log_prob.shape)
@@ -210,17 +210,17 @@ class _GaussianHead(_ActionHead):
     def imitation(self, parameters: Parameters, action: torch.Tensor) -> dict[str, torch.Tensor]:
         mean, log_std = parameters
         squares = (action - mean).square()
-        # the negative log-likelihood, of which only the width learns: a mean under it would be learnt ever faster
+        # negative log-likelihood, for the width only: for the mean its gradient grows as the width shrinks
         width = log_std + 0.5 * squares.detach().clamp_min(_LEAST_STD**2) * (-2 * log_std).exp()
         return {"error": squares.mean(-1), "width": width.mean(-1)}
 
 
 class _SquashedGaussianHead(_GaussianHead):
-    """tanh of normals: never outside [-1, 1]. Scored in action space, i.e. with tanh's Jacobian."""
+    """tanh of a normal: always inside [-1, 1]. Scored in action space, i.e. with tanh's Jacobian."""
 
     takes_scaled_actions = False
-    limit = 1.0 - 1e-6  # atanh of float32 numbers this close to 1 is still finite and exact enough to score
-    # demonstrated actions at the bounds would have their mean at infinity; this close to 1 is as good
+    limit = 1.0 - 1e-6  # up to here atanh of float32 numbers is finite and precise enough to score
+    # atanh of demonstrated actions at the bounds is infinite: they are clamped to this
     imitated_limit = 0.99
 
     def mode(self, mean: torch.Tensor) -> torch.Tensor:
@@ -230,10 +230,10 @@ class _SquashedGaussianHead(_GaussianHead):
         return self.mode(super().sample(features, parameters, noise))
 
     def score(self, parameters: Parameters, action: torch.Tensor) -> _Score:
-        sample = torch.atanh(action)  # from the action that was emitted, in acting and in replay alike
+        sample = torch.atanh(action)  # from the stored action both in acting and in updates, so that both agree
         score = super().score(parameters, sample)
         score.log_prob = score.log_prob - _log_slope(sample).sum(-1, dtype=torch.float64)
-        # the normal's entropy plus log slope, estimated on this reparameterised sample: its gradient widens the policy
+        # the normal's entropy plus log slope at this reparameterised sample, so that the gradient reaches mean and std
         mean, log_std = parameters
         z = ((sample - mean) * (-log_std).exp()).detach()
         score.entropy = score.entropy + _log_slope(mean + log_std.exp() * z).sum(-1)
@@ -244,12 +244,12 @@ class _SquashedGaussianHead(_GaussianHead):
 
 
 def _log_slope(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - tanh(x)^2), in a form that neither overflows nor cancels."""
+    """log(1 - tanh(x)^2), in a form without overflow or cancellation."""
     return 2.0 * (math.log(2.0) - x - nn.functional.softplus(-2.0 * x))
 
 
 class _StateDependentHead(_GaussianHead):
-    """gSDE: the noise is a random linear function of the features, which stays the same for several decisions."""
+    """gSDE: the noise is a random linear function of the features; the function stays fixed for several decisions."""
 
     constant_std = False
     holds_noise = True
@@ -257,24 +257,24 @@ class _StateDependentHead(_GaussianHead):
     def __init__(self, features: int, chunk: int, action_dim: int, init_std: float):
         super().__init__(features, chunk, action_dim, init_std)
         self.noise_size = features * chunk * action_dim
-        # of the weights of that function: [F, C * A]
+        # log std of that function's weights: [F, C * A]
         self.log_std = nn.Parameter(torch.full((features, chunk * action_dim), math.log(init_std)))
 
     def parameters_of(self, features: torch.Tensor) -> Parameters:
         mean, _ = super().parameters_of(features)
-        # the features are trained to act, not to widen the noise
+        # detached: only the mean trains the features, not the noise
         variance = features.detach().square() @ (2 * self.log_std).exp() + 1e-6
         return mean, 0.5 * variance.log().view_as(mean)
 
     def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
         mean, _ = parameters
-        # [B, F, C * A]: each robot's own random function
+        # [B, F, C * A]: one random function per robot
         weights = torch.special.ndtri(noise).unflatten(-1, self.log_std.shape) * self.log_std.exp()
         return mean + torch.einsum("bf,bfa->ba", features, weights).view_as(mean)
 
 
 class _TokenHead(_ActionHead):
-    """Uniform bins in [-1, 1], drawn in parallel; an action is a bin's centre. The mean is the log-probs: no sigma."""
+    """Uniform bins in [-1, 1], sampled in parallel; an action is a bin's centre. `mean` holds log-probs; no sigma."""
 
     log_std = None
 
@@ -291,7 +291,7 @@ class _TokenHead(_ActionHead):
 
     def sample(self, features: torch.Tensor, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
         log_probs = parameters[0]
-        # the first bin whose cumulative probability passes the uniform number
+        # the first bin whose cumulative probability exceeds the uniform number
         below = log_probs.exp().cumsum(-1) < noise.view(log_probs.shape[:-1])[..., None]
         return self._centre(below.sum(-1).clamp_max(self.bins - 1))
 
@@ -309,7 +309,7 @@ class _TokenHead(_ActionHead):
         return (2 * index + 1).float() / self.bins - 1
 
     def _bin(self, action: torch.Tensor) -> torch.Tensor:
-        # a centre is half a bin away from the next one: no rounding reaches there
+        # actions are bin centres, half a bin away from the edges: rounding cannot select another bin
         return ((action + 1) * (self.bins / 2)).floor().clamp(0, self.bins - 1).long()
 
 

@@ -1,4 +1,4 @@
-"""The `policy` section: one config class per kind of policy, but for those with a folder of their own. Torch-free."""
+"""The `policy` section: one config class per kind of policy; native_vla has its own in native/config.py. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -8,22 +8,24 @@ from pydantic import Field, field_validator
 from sparring.config.section import Section
 
 PositiveInt = Annotated[int, Field(gt=0, le=100_000)]
-# settings of a flow policy that one method reads, and all that only some methods read
+# settings of denoising policies that only one policy.method reads, and all that only some methods read
 OF_ONE_METHOD = {"denoising_mdp": ("kernel", "denoising_steps", "denoising_discount"), "fpo": ("loss_samples",)}
 OF_A_METHOD = (*sum(OF_ONE_METHOD.values(), ()), "noise_level", "noise_range")
 
 
 class LoraConfig(Section):
-    """Low-rank adapters beside weights that stay as they are; part of the section of everything pretrained."""
+    """Low-rank adapters added to frozen weights; part of the section of every pretrained model."""
 
-    lora_r: int = Field(0, ge=0, description="rank of the LoRA adapters; 0: none, all weights learn")
-    lora_alpha: float = Field(16.0, gt=0, description="adapters count lora_alpha / lora_r times")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="before adapters; of a policy in imitation, never in RL")
+    lora_r: int = Field(0, ge=0, description="rank of the LoRA adapters; 0: no adapters, all weights learn")
+    lora_alpha: float = Field(16.0, gt=0, description="the output of adapters is scaled by lora_alpha / lora_r")
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout before adapters; for a policy in imitation only, never in RL"
+    )
     lora_targets: tuple[str, ...] = Field(
-        (), description="layers with adapters: names, ends of names, globs or regexes; []: all linear layers"
+        (), description="layers that get adapters: names, ends of names, globs or regexes; []: all linear layers"
     )
     modules_to_save: tuple[str, ...] = Field(
-        (), description="parts, or weights alone, that learn in full beside the adapters; named as lora_targets are"
+        (), description="modules or weights that learn in full, in addition to adapters; patterns as in lora_targets"
     )
 
     @classmethod
@@ -33,66 +35,68 @@ class LoraConfig(Section):
 
 
 class EncoderConfig(Section):
-    """How observations become features; part of every policy's section."""
+    """Encoders of observations; part of the section of actor_critic and flow."""
 
     channels: tuple[PositiveInt, ...] = Field((32, 64, 64), description="channels of the image encoder's convolutions")
     image_encoder: Literal["flat", "keypoints"] = Field(
-        "flat", description="flat: a CNN's last map as it is; keypoints: where channels see something, for few demos"
+        "flat", description="flat: a CNN with a flattened map; keypoints: spatial softmax, for few demonstrations"
     )
-    image_features: int = Field(256, gt=0, description="features the image encoder gives to actor and critic")
-    use_images: bool = Field(True, description="read the cameras' images; false: points, state and language only")
-    point_channels: tuple[PositiveInt, ...] = Field((64, 128), description="widths of the MLP each point goes through")
-    point_features: int = Field(128, gt=0, description="features the point encoder gives, where the env shows points")
+    image_features: int = Field(256, gt=0, description="output features of the image encoder")
+    use_images: bool = Field(True, description="read camera images; false: points, state and language only")
+    point_channels: tuple[PositiveInt, ...] = Field((64, 128), description="widths of the MLP applied to each point")
+    point_features: int = Field(128, gt=0, description="output features of the point encoder, if the env has points")
     point_frame: Literal["world", "gripper"] = Field(
-        "world", description="where points are told from; gripper: from the hand's position (from each, with two arms)"
+        "world", description="origin of the points: the world's, or the gripper's position (each one's with two arms)"
     )
-    language_features: int = Field(0, ge=0, description="features of the instruction, read byte by byte; 0: not read")
-    dropout: float = Field(0.0, ge=0, lt=1, description="in the networks, while imitating only")
-    freeze_encoder: bool = Field(False, description="image, point and language encoders keep the weights they have")
+    language_features: int = Field(0, ge=0, description="features of the instruction's bytes; 0: instructions unused")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the networks, in imitation only")
+    freeze_encoder: bool = Field(False, description="do not train the image, point and language encoders")
     normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="of encoder and actor; densities are fp32 or finer")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of encoder and actor; log-probs: >= fp32")
 
 
 class CriticConfig(Section):
     """The value network; part of every policy's section."""
 
     hidden: tuple[PositiveInt, ...] = Field((64, 64), description="widths of the hidden layers of actor and critic")
-    activation: Literal["tanh", "relu", "elu", "silu"] = Field("tanh", description="between hidden layers")
+    activation: Literal["tanh", "relu", "elu", "silu"] = Field("tanh", description="activation of hidden layers")
 
 
 class ActorCriticConfig(EncoderConfig, CriticConfig):
-    """MLP actor-critic on state, with a CNN in front where the env has cameras."""
+    """MLP actor-critic on state, and on features of images, points and instructions if the env has them."""
 
     name: str = Field("actor_critic", description="which policy: actor_critic, flow, or your.module:Class")
     distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete", "tokens"] = Field(
         "auto", description="auto: discrete if the env's actions are, else gaussian; gsde: smooth noise; tokens: bins"
     )
-    bins: int = Field(64, ge=2, description="tokens: how many choices each action dim has, evenly over [-1, 1]")
-    sde_sample_freq: int = Field(4, gt=0, description="decisions over which gsde keeps its exploration direction")
-    init_std: float = Field(0.6, gt=0, le=5, description="standard deviation of a fresh gaussian policy")
-    normalize_actions: bool = Field(False, description="gaussian, gsde: think in actions scaled as demonstrations are")
+    bins: int = Field(64, ge=2, description="tokens: number of bins per action dim, evenly spaced over [-1, 1]")
+    sde_sample_freq: int = Field(4, gt=0, description="gsde: decisions for which a robot keeps its exploration noise")
+    init_std: float = Field(0.6, gt=0, le=5, description="gaussian, squashed, gsde: initial standard deviation")
+    normalize_actions: bool = Field(False, description="gaussian, gsde: actions normalised by demonstrations")
 
 
 class DenoisingConfig(Section):
-    """How a policy that denoises draws its chunks, and scores them; part of the section of every such policy."""
+    """How a denoising policy samples and scores chunks; part of the section of every such policy."""
 
     horizon: int | None = Field(None, gt=0, description="planned steps of a chunk; null: rollout.action_steps")
-    sampling_steps: int = Field(4, gt=0, description="denoising steps of a decision, in training and evaluation alike")
+    sampling_steps: int = Field(4, gt=0, description="denoising steps per decision, in training and evaluation")
     method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp", "fpo"] = Field(
         "flow_sde",
-        description="how noise is drawn and scored in RL; flow_sde_one_step: one drawn step, K times cheaper; "
-        "fpo: only the start is random, and the flow-matching loss is the score",
+        description="how RL draws and scores noise; flow_sde_one_step: one random step per decision, so updates are "
+        "K times cheaper; fpo: only the start is random, and the flow-matching loss is the score",
     )
-    noise_level: float = Field(0.5, gt=0, description="eta where noise is not learned: how much a denoising step adds")
-    noise_range: tuple[float, float] = Field((0.08, 0.16), description="least and most std where noise is learned")
-    kernel: Literal["sde", "noise"] = Field("sde", description="of denoising_mdp: the noise of flow_sde or flow_noise")
+    noise_level: float = Field(0.5, gt=0, description="eta if noise is not learned: scale of the noise of a step")
+    noise_range: tuple[float, float] = Field((0.08, 0.16), description="smallest and largest std if noise is learned")
+    kernel: Literal["sde", "noise"] = Field("sde", description="denoising_mdp: the noise of flow_sde or flow_noise")
     denoising_steps: int | None = Field(
-        None, gt=0, description="of denoising_mdp: the last so many steps are random and scored; null: all"
+        None, gt=0, description="denoising_mdp: number of last steps that are random and scored; null: all"
     )
-    denoising_discount: float = Field(0.99, gt=0, le=1, description="denoising_mdp: advantage per step before the last")
-    loss_samples: int = Field(8, gt=0, description="of fpo: times and noises that a decision's loss is taken at")
+    denoising_discount: float = Field(
+        0.99, gt=0, le=1, description="denoising_mdp: discount of advantages per denoising step before the last"
+    )
+    loss_samples: int = Field(8, gt=0, description="fpo: samples of time and noise in a decision's loss")
     reduction: Literal["sum", "mean"] = Field(
-        "sum", description="of log-probs over steps, positions and dims; mean widens what clip_ratio allows"
+        "sum", description="sum or mean of log-probs over steps, positions and dims; mean allows larger updates"
     )
 
 
@@ -100,61 +104,61 @@ class FlowConfig(DenoisingConfig, EncoderConfig, CriticConfig):
     """Action chunks by flow matching: a transformer denoises them in a few steps."""
 
     name: str = Field("flow", description="which policy: actor_critic, flow, or your.module:Class")
-    width: int = Field(128, gt=0, description="of the action transformer")
-    layers: int = Field(2, gt=0, description="of the action transformer")
+    width: int = Field(128, gt=0, description="width of the action transformer")
+    layers: int = Field(2, gt=0, description="layers of the action transformer")
     heads: int = Field(4, gt=0, description="attention heads of the action transformer")
-    normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
+    normalize_actions: bool = Field(True, description="denoise actions normalised by the demonstrations' statistics")
     consistency: float = Field(
         0.0, ge=0, description="weight of the consistency term in imitation, so that 1-2 sampling steps suffice; 0: off"
     )
-    target_decay: float = Field(0.999, ge=0, lt=1, description="of the slow network that the consistency term aims at")
+    target_decay: float = Field(0.999, ge=0, lt=1, description="EMA decay of the consistency term's target network")
 
 
 class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
     """pi0 through transformers: a vision-language model, and an action expert that denoises chunks by flow matching."""
 
     name: str = Field("pi0", description="which policy: actor_critic, flow, pi0, or your.module:Class")
-    model_path: str | None = Field(None, description="needed: folder of a pi0, by transformers' save_pretrained")
+    model_path: str | None = Field(None, description="required: folder of a pi0 saved by transformers' save_pretrained")
     tokenizer: str | None = Field(
-        None, description="folder with a tokenizer; null: the checkpoint's own; bytes: byte by byte, for a fresh model"
+        None, description="folder with a tokenizer; null: the checkpoint's; bytes: one token per byte, for fresh models"
     )
-    cameras: tuple[str, ...] = Field((), description="which cameras it is shown, in the checkpoint's order; []: all")
-    horizon: int | None = Field(None, gt=0, description="steps that are planned: the checkpoint's chunk_size, or null")
+    cameras: tuple[str, ...] = Field((), description="cameras that it reads, in the checkpoint's order; []: all")
+    horizon: int | None = Field(None, gt=0, description="planned steps: the checkpoint's chunk_size, or null")
     sampling_steps: int | None = Field(  # type: ignore[assignment]
-        None, gt=0, description="denoising steps of a decision; null: the checkpoint's num_inference_steps"
+        None, gt=0, description="denoising steps per decision; null: the checkpoint's num_inference_steps"
     )
-    frozen: tuple[str, ...] = Field((), description="parts that keep their weights, named as lora_targets; no LoRA")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="it computes in; densities are fp32 or finer")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="of weights that do not learn; those that do are fp32")
-    attention: Literal["eager", "sdpa"] = Field("eager", description="transformers' way to compute attention")
+    frozen: tuple[str, ...] = Field((), description="frozen weights: patterns as in lora_targets; not with LoRA")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of computations; log-probs: fp32 or finer")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of frozen weights; trained weights are fp32")
+    attention: Literal["eager", "sdpa"] = Field("eager", description="transformers' attention implementation")
     normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
-    normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
+    normalize_actions: bool = Field(True, description="denoise actions normalised by the demonstrations' statistics")
 
 
 class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
-    """A vision-language-action model of your own, from a checkpoint."""
+    """A custom vision-language-action model, from a checkpoint."""
 
     name: str = Field("vla", description="which policy: actor_critic, flow, vla, or your.module:Class")
-    model_path: str | None = Field(None, description=".safetensors, its index, .pth or Hugging Face folder; null: new")
+    model_path: str | None = Field(None, description=".safetensors, index, .pth or Hugging Face folder; null: fresh")
     model_class: str | None = Field(None, description="package.module:Class, or package.module.Class")
-    model_settings: dict = Field({}, description="what the class is constructed with; `model_config` in documents")
-    strict: bool = Field(True, description="the checkpoint has every weight of the model, and no other")
+    model_settings: dict = Field({}, description="constructor arguments of the class; alias: policy.model_config")
+    strict: bool = Field(True, description="require every weight of the model in the checkpoint, and no other")
     action_dim: int | None = Field(
-        None, gt=0, description="numbers the model gives a decision, checked; null: what env and action_steps take"
+        None, gt=0, description="expected size of the model's output; null: action_steps times the env's action size"
     )
     observation_keys: dict = Field(
-        {}, description="the model's key: ours, or a list of ours to stack, e.g. {rgb: [image/head]}; null: not shown"
+        {}, description="model key: observation, or a list of them to stack, e.g. {rgb: [image/head]}; null: left out"
     )
-    images: Literal["float", "uint8"] = Field("float", description="how rgb is told: 0..1, or 0..255")
-    tokenizer: str = Field("bytes", description="bytes, text (as it is), checkpoint (model_path's own), or a folder")
-    max_tokens: int | None = Field(None, gt=0, description="instructions are padded to so many; null: to the longest")
-    normalize_observations: bool = Field(False, description="proprio by its running mean/std, or the demonstrations'")
-    normalize_actions: bool = Field(False, description="the model thinks in actions scaled as the demonstrations' are")
+    images: Literal["float", "uint8"] = Field("float", description="values of rgb: 0..1 (float), or 0..255 (uint8)")
+    tokenizer: str = Field("bytes", description="bytes, text (strings), checkpoint (that of model_path), or a folder")
+    max_tokens: int | None = Field(None, gt=0, description="instructions are padded to this length; null: the longest")
+    normalize_observations: bool = Field(False, description="scale proprio by running mean/std or imitate's statistics")
+    normalize_actions: bool = Field(False, description="the model predicts actions normalised by demonstrations")
     draws: Literal["rows", "batch"] = Field(
-        "rows", description="a model without sample(): robots draw one by one, or together (fast, but less repeatable)"
+        "rows", description="without sample(): draw per robot, or for all at once (faster, repeats per batch only)"
     )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="of the model's arithmetic; scores: fp32 or finer")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="frozen weights are kept in; those that learn are fp32")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of computations; log-probs: fp32 or finer")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of frozen weights; trained weights are fp32")
     device_map: dict = Field({}, description="pattern of frozen modules: device they stay on, e.g. {vision: cpu}")
     frozen: tuple[str, ...] = Field((), description="patterns of names of weights that do not learn, e.g. [vision]")
     critic_parts: tuple[str, ...] = Field(

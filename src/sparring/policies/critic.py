@@ -12,11 +12,11 @@ from sparring.policies.configs import CriticConfig
 from sparring.policies.encoders import mlp
 
 PRIVILEGED = ("observation", "privileged")
-_MEMORY = 10  # updates that the unit of returns averages over: returns grow as a policy learns
+_MEMORY = 10  # updates over which the spread of returns is averaged: returns grow as a policy learns
 
 
 class Critic(nn.Module):
-    """V of the encoder's features and of `observation/privileged`, in units of the returns' spread (`fit_returns`)."""
+    """V from the encoder's features and `observation/privileged`; the output layer learns normalised returns."""
 
     def __init__(self, config: CriticConfig, spec: EnvSpec, features: int, normalize: bool):
         super().__init__()
@@ -43,10 +43,10 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def fit_returns(self, returns: torch.Tensor, sum_over_processes) -> float:
-        """Fits the unit to recent returns [B], and gives it. Values stay the same (PopArt)."""
-        shift, unit = self.returns.shift.clone(), 1 / self.returns.scale
+        """Fit mean and spread to recent returns [B], return the spread. Values stay the same (PopArt)."""
+        shift, spread = self.returns.shift.clone(), 1 / self.returns.scale
         self.returns.update(returns[:, None], sum_over_processes)
-        finer = unit * self.returns.scale
-        self.output.weight.mul_(finer)
-        self.output.bias.mul_(finer).add_((shift - self.returns.shift) * self.returns.scale)
+        ratio = spread * self.returns.scale
+        self.output.weight.mul_(ratio)
+        self.output.bias.mul_(ratio).add_((shift - self.returns.shift) * self.returns.scale)
         return float(1 / self.returns.scale)

@@ -1,4 +1,4 @@
-"""Encoders: images, point clouds, instructions and state to features."""
+"""Encoders: map images, point clouds, instructions and state to features."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from sparring.policies.instructions import ByteTokenizer, TokenTable
 
 STATE, TASK = ("observation", "state"), ("observation", "task")
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
-_LONGEST_TEXT = 256  # bytes that an instruction may have
+_LONGEST_TEXT = 256  # maximum bytes of an instruction
 _POINT_SCALE = 4.0  # metres -> about 1 at the edge of a table, as in observation/state
 
 
@@ -31,8 +31,8 @@ def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
 
 
 def self_attention(projected: torch.Tensor, heads: int) -> torch.Tensor:
-    """Of tokens' queries, keys and values [B, T, 3W]: [B, T, W]. In plain steps: with few tokens they are faster on a
-    CPU than fused kernels, which also round differently for other batch sizes."""
+    """Attention of queries, keys and values [B, T, 3W] -> [B, T, W]. Not a fused kernel: with few tokens those are
+    slower on a CPU, and their rounding depends on the batch size."""
     # [B, T, 3W] -> three of [B, heads, T, W / heads]
     queries, keys, values = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     weights = (queries @ keys.mT * keys.shape[-1] ** -0.5).softmax(-1)
@@ -40,20 +40,20 @@ def self_attention(projected: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 class ObservationEncoder(nn.Module):
-    """Image, point and language features next to the normalised state: `[B, size]`."""
+    """Concatenates image, point and language features and the normalised state: `[B, size]`."""
 
     def __init__(self, config: EncoderConfig, spec: EnvSpec):
         super().__init__()
-        self.spec, shown = spec, spec.observation
-        self.cameras = [name for name in shown if name.startswith("image/")] if config.use_images else []
+        self.spec, entries = spec, spec.observation
+        self.cameras = [name for name in entries if name.startswith("image/")] if config.use_images else []
         self.images = _image_encoder(config, spec, self.cameras) if self.cameras else None
-        self.points = _PointEncoder(config, spec) if "points" in shown else None
-        if config.language_features and "task" not in shown:
-            why = "but this env gives no instructions (observation/task); set it to 0"
-            raise UserError(f"policy.language_features={config.language_features}, {why}")
-        told = config.language_features
-        self.language = InstructionEncoder(spec.instructions, told) if told else None
-        state_size = math.prod(shown["state"][0]) if "state" in shown else 0
+        self.points = _PointEncoder(config, spec) if "points" in entries else None
+        features = config.language_features
+        if features and "task" not in entries:
+            why = "this env has no instructions (observation/task); set it to 0"
+            raise UserError(f"policy.language_features={features}: {why}")
+        self.language = InstructionEncoder(spec.instructions, features) if features else None
+        state_size = math.prod(entries["state"][0]) if "state" in entries else 0
         self.has_state = bool(state_size)
         self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
         self.dropout = nn.Dropout(config.dropout)
@@ -71,15 +71,15 @@ class ObservationEncoder(nn.Module):
         self.in_keys = [("observation", *name.split("/")) for names, _ in parts for name in names]
         self.size = sum(size for names, size in parts if names)
         if not self.in_keys:
-            advice = "set policy.use_images=true, or let the env show a state or points"
-            raise UserError(f"the policy reads nothing of what the env shows ({', '.join(shown)}); {advice}")
+            advice = "set policy.use_images=true, or use an env with a state or points"
+            raise UserError(f"the policy reads none of the env's observations ({', '.join(entries)}); {advice}")
 
     def forward(self, td: TensorDict) -> torch.Tensor:
         state = entry_of(td, self.spec, "state") if self.has_state else None
         parts = []
         if self.images is not None:
             views = images_of(td, self.spec, self.cameras)
-            parts.append(self.dropout(self.images(views if isinstance(self.images, _EachSize) else _stacked(views))))
+            parts.append(self.dropout(self.images(views if isinstance(self.images, _MixedSizes) else _stacked(views))))
         if self.points is not None:
             parts.append(self.dropout(self.points(entry_of(td, self.spec, "points"), state)))
         if state is not None:
@@ -92,26 +92,26 @@ class ObservationEncoder(nn.Module):
 
 def _image_encoder(config: EncoderConfig, spec: EnvSpec, cameras: list[str]) -> nn.Module:
     kind: Any = {"flat": _ImageEncoder, "keypoints": _KeypointEncoder}[config.image_encoder]
-    places: dict[tuple[int, int], list[int]] = {}  # (H, W) -> which cameras; only pictures of one size can be stacked
-    for place, name in enumerate(cameras):
+    groups: dict[tuple[int, int], list[int]] = {}  # (H, W) -> cameras; only images of one size can be stacked
+    for index, name in enumerate(cameras):
         height, width = spec.observation[name][0][1:]
-        places.setdefault((height, width), []).append(place)
-    each = [kind(len(those), size, config.channels, config.image_features) for size, those in places.items()]
-    return each[0] if len(each) == 1 else _EachSize(each, list(places.values()))
+        groups.setdefault((height, width), []).append(index)
+    encoders = [kind(len(group), size, config.channels, config.image_features) for size, group in groups.items()]
+    return encoders[0] if len(encoders) == 1 else _MixedSizes(encoders, list(groups.values()))
 
 
-class _EachSize(nn.Module):
-    """Cameras of different sizes: an encoder for each size, with their features side by side."""
+class _MixedSizes(nn.Module):
+    """Encodes cameras of different sizes: one encoder per size; concatenates their features."""
 
-    def __init__(self, encoders: "list[_ImageEncoder | _KeypointEncoder]", places: list[list[int]]):
+    def __init__(self, encoders: "list[_ImageEncoder | _KeypointEncoder]", groups: list[list[int]]):
         super().__init__()
-        self.encoders, self.places = nn.ModuleList(encoders), places
+        self.encoders, self.groups = nn.ModuleList(encoders), groups
         self.features = sum(encoder.features for encoder in encoders)
 
     def forward(self, views: list[torch.Tensor]) -> torch.Tensor:
-        parts = zip(self.encoders, self.places, strict=True)
-        # [B, 3, H, W] of each camera -> [B, features]
-        return torch.cat([encoder(_stacked([views[place] for place in places])) for encoder, places in parts], -1)
+        parts = zip(self.encoders, self.groups, strict=True)
+        # one [B, 3, H, W] per camera -> [B, features]
+        return torch.cat([encoder(_stacked([views[index] for index in group])) for encoder, group in parts], -1)
 
 
 def _stacked(views: list[torch.Tensor]) -> torch.Tensor:
@@ -119,15 +119,15 @@ def _stacked(views: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _convolutions(
-    inputs: int, image_size: tuple[int, int], channels: tuple[int, ...], shapes: tuple, least: int, hint: str
+    inputs: int, image_size: tuple[int, int], channels: tuple[int, ...], shapes: tuple, min_side: int, hint: str
 ) -> list[nn.Module]:
-    """Convolutions of `shapes` (kernel, stride), the last repeated; the map may not shrink below `least` pixels."""
+    """Convolutions of `shapes` (kernel, stride), the last one repeated; raises if a map has a side < `min_side`."""
     layers: list[nn.Module] = []
     side = min(image_size)
     shapes = shapes[: len(channels)] + shapes[-1:] * (len(channels) - len(shapes))
     for width, (kernel, stride) in zip(channels, shapes, strict=True):
         side = (side - kernel) // stride + 1
-        if side < least:
+        if side < min_side:
             small = f"{image_size[0]}x{image_size[1]} pixels are too small for the {len(channels)} convolutions"
             raise UserError(f"images of {small} of policy.channels; give fewer channels or larger images{hint}")
         layers += [nn.Conv2d(inputs, width, kernel, stride), nn.ReLU()]
@@ -146,39 +146,39 @@ class _ImageEncoder(nn.Module):
         self.linear = nn.Linear(flat, features)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # uint8 [B, 3 * cameras, H, W] -> [B, features]; with two cameras this layout makes an update 1.4 times as fast
+        # uint8 [B, 3 * cameras, H, W] -> [B, features]; with two cameras channels_last makes an update 1.4x faster
         images = images.contiguous(memory_format=torch.channels_last).float().mul_(1 / 255)
         return torch.relu(self.linear(self.convolutions(images).flatten(1)))
 
 
 class _KeypointEncoder(nn.Module):
-    """A CNN per camera with a spatial softmax (Levine et al., 2016): few features, so few demonstrations suffice."""
+    """A CNN per camera with a spatial softmax (Levine et al., 2016): few features, so it needs few demonstrations."""
 
     def __init__(self, cameras: int, image_size: tuple[int, int], channels: tuple[int, ...], features: int):
         super().__init__()
         self.features = features
-        shapes = ((5, 2), (3, 2), (3, 1))  # finer than a flat CNN needs: a point is only as precise as the map
-        # without the last ReLU: the map is a log-probability and may be negative
+        shapes = ((5, 2), (3, 2), (3, 1))  # smaller strides than the flat CNN: keypoints are as precise as the map
+        # without the last ReLU: the map holds softmax logits, which may be negative
         layers = (_convolutions(3, image_size, channels, shapes, 2, "")[:-1] for _ in range(cameras))
-        self.cameras = nn.ModuleList(nn.Sequential(*of_camera) for of_camera in layers)
+        self.cameras = nn.ModuleList(nn.Sequential(*convolutions) for convolutions in layers)
         with torch.no_grad():
             rows, columns = self.cameras[0](torch.zeros(1, 3, *image_size)).shape[-2:]
-        # where each place of the last map is, in -1..1: [places, 2]
-        down, right = torch.meshgrid(torch.linspace(-1, 1, rows), torch.linspace(-1, 1, columns), indexing="ij")
-        self.places = nn.Buffer(torch.stack([right.flatten(), down.flatten()], -1), persistent=False)
+        # coordinates of each pixel of the last map, in -1..1: [pixels, 2]
+        y, x = torch.meshgrid(torch.linspace(-1, 1, rows), torch.linspace(-1, 1, columns), indexing="ij")
+        self.coordinates = nn.Buffer(torch.stack([x.flatten(), y.flatten()], -1), persistent=False)
         self.linear = nn.Linear(2 * channels[-1] * cameras, features)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         # uint8 [B, 3 * cameras, H, W] -> [B, features]
         views = [x.contiguous(memory_format=torch.channels_last) for x in images.float().mul_(1 / 255).split(3, 1)]
-        # [B, K, h, w] -> [B, K, places] -> [B, K, 2]
+        # [B, K, h, w] -> [B, K, pixels] -> [B, K, 2]
         maps = [net(view).flatten(2) for net, view in zip(self.cameras, views, strict=True)]
-        points = [each.softmax(-1) @ self.places for each in maps]
+        points = [each.softmax(-1) @ self.coordinates for each in maps]
         return torch.relu(self.linear(torch.cat(points, 1).flatten(1)))
 
 
 class _PointEncoder(nn.Module):
-    """A PointNet: `[B, features]`. In the gripper's frame, points are relative to the position of each hand."""
+    """A PointNet: `[B, features]`. With point_frame=gripper, points are relative to the position of each hand."""
 
     def __init__(self, config: EncoderConfig, spec: EnvSpec):
         super().__init__()
@@ -186,8 +186,8 @@ class _PointEncoder(nn.Module):
         self.hands = 0
         if config.point_frame == "gripper":
             if not spec.hand_entries:
-                why = "but this env does not say where its hands are in observation/state (EnvSpec.hand_entries)"
-                raise UserError(f"policy.point_frame=gripper, {why}; set policy.point_frame=world")
+                why = "this env does not declare hand positions in observation/state (EnvSpec.hand_entries)"
+                raise UserError(f"policy.point_frame=gripper: {why}; set policy.point_frame=world")
             self.hands = len(spec.hand_entries) // 3
             self.hand_entries = nn.Buffer(torch.tensor(spec.hand_entries), persistent=False)
             self.hand_scale = spec.hand_scale
@@ -200,36 +200,36 @@ class _PointEncoder(nn.Module):
         self.output = nn.Sequential(nn.Linear(inputs, config.point_features), nn.LayerNorm(config.point_features))
 
     def forward(self, points: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        # [B, P, 6], [B, S] -> [B, features]; the state, as the env gave it, is read in the gripper's frame only
-        places, colours = points[..., :3], points[..., 3:]
+        # [B, P, 6], [B, S] -> [B, features]; the state (not normalised) is read with point_frame=gripper only
+        positions, colours = points[..., :3], points[..., 3:]
         if self.hands:
             assert state is not None
             hands = (state[:, self.hand_entries] / self.hand_scale)[:, None]  # [B, 1, 3 R]
-            places = places.repeat(1, 1, self.hands) - hands
-        return self.output(self.each_point(torch.cat([_POINT_SCALE * places, colours], -1)).amax(1))
+            positions = positions.repeat(1, 1, self.hands) - hands
+        return self.output(self.each_point(torch.cat([_POINT_SCALE * positions, colours], -1)).amax(1))
 
 
 class InstructionEncoder(nn.Module):
-    """An embedding of each byte and its place, one convolution, the mean over the text: `[B, features]`."""
+    """Embeds each byte and its position, applies a convolution, averages over the text: `[B, features]`."""
 
     def __init__(self, instructions: tuple[str, ...], features: int):
         super().__init__()
         longest = max((text.encode() for text in instructions), key=len)
         if len(longest) > _LONGEST_TEXT:
-            why = f"at most {_LONGEST_TEXT} can be read; shorten it, or set policy.language_features=0"
+            why = f"at most {_LONGEST_TEXT} are supported; shorten it, or set policy.language_features=0"
             raise UserError(f"the instruction {longest.decode()[:40]!r}... has {len(longest)} bytes, {why}")
         texts = TokenTable([ByteTokenizer()(text) for text in instructions])  # [I, L] each
         self.table = nn.Buffer(texts.ids, persistent=False)
-        self.inside = nn.Buffer(texts.mask.float(), persistent=False)
+        self.mask = nn.Buffer(texts.mask.float(), persistent=False)
         self.bytes = nn.Embedding(256, features)
         self.places = nn.Embedding(_LONGEST_TEXT, features)
         self.neighbours = nn.Conv1d(features, features, kernel_size=5, padding=2)
         self.output = nn.Sequential(nn.Linear(features, features), nn.LayerNorm(features))
 
     def forward(self, task: torch.Tensor) -> torch.Tensor:
-        # all instructions are read, which are few, and `task` [B] chooses: [B, features]
-        inside = self.inside[..., None]
-        # [I, L, F]; what is past the end is zero before the convolution and not counted after it
-        letters = (self.bytes(self.table) + self.places.weight[: self.table.shape[1]]) * inside
-        words = torch.nn.functional.silu(self.neighbours(letters.mT).mT) * inside
-        return self.output(words.sum(1) / inside.sum(1).clamp_min(1))[task]
+        # encodes all instructions (there are few) and selects one per row with `task` [B]: [B, features]
+        mask = self.mask[..., None]
+        # [I, L, F]; positions after the end are zero before the convolution and not counted after it
+        embedded = (self.bytes(self.table) + self.places.weight[: self.table.shape[1]]) * mask
+        mixed = torch.nn.functional.silu(self.neighbours(embedded.mT).mT) * mask
+        return self.output(mixed.sum(1) / mask.sum(1).clamp_min(1))[task]

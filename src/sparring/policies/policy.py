@@ -1,4 +1,4 @@
-"""Policy: turns observations into action chunks, and scores chunks taken before."""
+"""Policy: maps observations to action chunks, and scores earlier chunks."""
 
 from collections.abc import Mapping
 
@@ -16,88 +16,88 @@ from sparring.policies import POLICIES
 from sparring.processes.memory import explain_oom
 
 Statistics = Mapping[str, Mapping[str, np.ndarray]]
-Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # a loss, and numbers to log
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]  # a loss, and values to log
 
 
 class Policy(nn.Module):
-    """Base class. A class of your own takes (config, spec, chunk) and overrides act, evaluate, value.
-    `act` and `evaluate` must agree on the numbers: the parity gate refuses to train otherwise."""
+    """Base class. A custom class takes (config, spec, chunk) and overrides act, evaluate and value.
+    `act` and `evaluate` must compute the same log-probs: otherwise the parity gate stops the training."""
 
-    reports_sampled: bool = False  # whether sampled and greedy behaviour differ enough for an evaluation to show both
-    chunk: int = 1  # steps of an action chunk that a decision executes
-    horizon: int = 1  # steps it plans, of which the first `chunk` are executed; demonstrations have as many
-    # what evaluate reads besides the action, so what minibatches gather: observation/*, memory/policy, trace/*
+    reports_sampled: bool = False  # whether evaluations also report sampled actions, which differ from greedy ones
+    chunk: int = 1  # env steps of an action chunk that a decision executes
+    horizon: int = 1  # planned steps; the first `chunk` of them are executed. Demonstrations have chunks of this length
+    # keys that evaluate reads in addition to `action`; minibatches hold these: observation/*, memory/policy, trace/*
     in_keys: list[tuple[str, ...]]
-    normalized_keys: list[tuple[str, ...]] | None = None  # those of them that update_normalizers reads; None: all
-    noise_size: int = 0  # uniform random numbers of a decision
-    start_size: int = 0  # uniform random numbers that a greedy decision starts from, given in `start`
-    # numbers of memory/policy, carried from one decision of an episode to the next (`remember`); 0: none
+    normalized_keys: list[tuple[str, ...]] | None = None  # those in_keys that update_normalizers reads; None: all
+    noise_size: int = 0  # uniform random numbers per decision
+    start_size: int = 0  # uniform random numbers in `start`, the initial noise of a greedy decision
+    # size of memory/policy, which is carried from one decision of an episode to the next (`remember`); 0: none
     memory_size: int = 0
-    noise_hold: int = 1  # decisions over which a robot's noise stays the same
-    may_be_new: tuple[str, ...] = ()  # parts that `pretrained` weights need not have, each with a dot at its end
-    learns_entropy: bool = True  # whether its weights change its entropy, so that a bonus on it means something
-    averages_log_prob: bool = False  # whether `log_prob` is a mean over what was scored instead of a sum
-    # whether it scores all that was drawn, so that a ratio compares two policies; else it learns from fresh data only
+    noise_hold: int = 1  # consecutive decisions for which a robot keeps its noise
+    may_be_new: tuple[str, ...] = ()  # parts that `pretrained` weights may lack, each with a trailing dot
+    learns_entropy: bool = True  # whether the entropy depends on the weights, so that an entropy bonus has an effect
+    averages_log_prob: bool = False  # whether `log_prob` is a mean over the scored numbers instead of a sum
+    # whether all drawn numbers are scored, so that a ratio compares two policies; False: on-policy data only
     scores_all: bool = True
 
     @property
     def step_weights(self) -> torch.Tensor | None:
-        """[S], weights of advantages where each denoising step is an action of its own and `log_prob` is [B, S]."""
+        """[S] weights of advantages if each denoising step is a separate action and `log_prob` is [B, S]; else None."""
         return None
 
     def act(self, td: TensorDict) -> TensorDict:
-        """Adds `action` to a decision `td [N]`, and what scoring it needs to `trace/*`; maybe `log_prob` and `value`.
-        Greedy without `noise` in `td`; then `start` (uniform numbers) is the start of a policy that denoises.
-        The actions need not be clipped to what the env accepts, as the env clips them, and no gradient is taken of
-        them: `evaluate` is what losses read, so those of the built-in policies carry no autograd graph."""
+        """Add `action` to decisions `td [N]`, the data for scoring it to `trace/*`, and optionally `log_prob`, `value`.
+        Without `noise` in `td`, actions are greedy; `start` (uniform numbers) is then the initial noise of denoising.
+        Actions need not be clipped: the env clips them. Losses use `evaluate`, not the actions, so the actions of
+        built-in policies carry no autograd graph."""
         raise NotImplementedError
 
     def complete(self, td: TensorDict) -> TensorDict:
-        """What `act` left open, of a rollout `[B]`: executed steps' `log_prob`, `value`, `trace/{log_prob,z2,dims}`."""
+        """Compute what `act` left out, for a rollout `[B]`: `log_prob` of executed steps, `value`, more of `trace`."""
         log_prob = td.get(("trace", "log_prob"), None)
         if log_prob is None:
-            missing = f"{type(self).__name__}.act did not write trace/log_prob [N, C], of each step of a chunk"
-            raise UserError(f"{missing}; write it there, or work out log_prob for a whole rollout in complete()")
+            missing = f"{type(self).__name__}.act did not write trace/log_prob [N, C], one per step of a chunk"
+            raise UserError(f"{missing}; write it there, or compute log_prob for a whole rollout in complete()")
         return TensorDict({"log_prob": self._executed_sum(log_prob, td)}, td.batch_size)
 
     def evaluate(self, td: TensorDict) -> TensorDict:
-        """A *new* TensorDict [B] with log_prob, value and entropy of `td`'s actions by the present weights;
-        where `td` has a `trace`, also trace/{mean,std,z2,dims}, which the parity gate compares."""
+        """Return a *new* TensorDict [B]: log_prob, value and entropy of `td`'s actions under the current weights.
+        If `td` has a `trace`, add trace/{mean,std,z2,dims}, which the parity gate compares."""
         raise NotImplementedError
 
     def value(self, td: TensorDict) -> torch.Tensor:
-        """V of `td/observation` (and memory/policy), [B]."""
+        """Return V of `td/observation` (and memory/policy), [B]."""
         raise NotImplementedError
 
     def remember(self, td: TensorDict) -> torch.Tensor:
-        """`memory/policy` [N, memory_size] of the decision after `td [N]`, from `in_keys` and action alone."""
-        raise UserError(f"{type(self).__name__} has memory_size={self.memory_size} and no remember()")
+        """Return `memory/policy` [N, memory_size] of the decision after `td [N]`; reads `in_keys` and `action` only."""
+        raise UserError(f"{type(self).__name__} has memory_size={self.memory_size} and no remember(); implement it")
 
     def imitation_loss(self, td: TensorDict, generator: torch.Generator) -> Loss:
-        """`td [B]`: `observation`, `action [B, horizon, A]`, and `valid [B, horizon]`, false past the episode's end."""
-        raise UserError(f"{type(self).__name__} cannot imitate: it has no imitation_loss()")
+        """`td [B]`: `observation`, `action [B, horizon, A]` and `valid [B, horizon]`, false after the episode's end."""
+        raise UserError(f"{type(self).__name__} cannot imitate: it has no imitation_loss(); implement it")
 
     def fit_normalizers(self, statistics: Statistics, state: str, action: str) -> None:
-        """To statistics of "observation/state", "observation/privileged" and "action"; fitted normalizers stay: they
-        came with weights that rely on them. `state` and `action`: mean_std, min_max or quantile."""
+        """Fit to statistics of "observation/state", "observation/privileged" and "action". Fitted normalizers stay:
+        they were loaded with weights that depend on them. `state` and `action`: mean_std, min_max or quantile."""
         for name, normalizer in self._normalizers().items():
             if isinstance(normalizer, Normalizer) and not normalizer.fitted and name in statistics:
                 normalizer.fit(statistics[name], action if name == "action" else state)
 
     def update_normalizers(self, td: TensorDict, sum_over_processes) -> None:
-        """Fold the observations of a rollout into running statistics. Called between two versions of the weights."""
+        """Add the observations of a rollout to running statistics. Called between two versions of the weights."""
         for name, normalizer in self._normalizers().items():
             if isinstance(normalizer, RunningNormalizer):
                 normalizer.update(td[tuple(name.split("/"))], sum_over_processes)
 
     @property
-    def wants_statistics(self) -> bool:
-        """Whether it normalises observations by running statistics that have seen none yet."""
+    def needs_statistics(self) -> bool:
+        """Whether it normalises observations by running statistics that are still empty."""
         running = [n for n in self._normalizers().values() if isinstance(n, RunningNormalizer)]
         return any(not normalizer.fitted and not normalizer.count for normalizer in running)
 
     def _normalizers(self) -> dict[str, nn.Module | None]:
-        """Of "observation/state", "observation/privileged" and "action", as far as there are any."""
+        """Return the normalizers of "observation/state", "observation/privileged" and "action" that exist."""
         return {}
 
     def critic_parameters(self) -> list[nn.Parameter]:
@@ -113,13 +113,13 @@ class Policy(nn.Module):
 
 
 def executed_mask(td: TensorDict, chunk: int) -> torch.Tensor:
-    """`[B, C]` float: 1 for the steps of the chunk that were executed."""
+    """Return `[B, C]` float: 1 for executed steps of the chunk, else 0."""
     executed = td["next", "executed"]
     return (torch.arange(chunk, device=executed.device) < executed[..., None]).float()
 
 
 def make_policy(config: Section, spec: EnvSpec, chunk: int, device: str | torch.device = "cpu") -> Policy:
-    """A fresh policy for an env with this spec, acting in chunks of `chunk` steps."""
+    """Create a policy for an env with this spec; it acts in chunks of `chunk` steps."""
     with explain_oom(f"making the policy ({getattr(config, 'name', '')})"):
         policy = build(config, POLICIES, spec, chunk, kind="policy")
     with explain_oom(f"moving the policy to {device}", policy):

@@ -1,4 +1,4 @@
-"""Random actions: the baseline of every evaluation, and the first data of a world model."""
+"""Random actions: the baseline of every evaluation, and the first training data of a world model."""
 
 import torch
 from tensordict import TensorDict
@@ -9,7 +9,7 @@ from sparring.policies.policy import Policy
 
 
 class RandomPolicy(Policy):
-    """Uniformly random actions, each independent of the one before."""
+    """Uniformly random actions, independent of each other."""
 
     in_keys = []
 
@@ -20,7 +20,7 @@ class RandomPolicy(Policy):
 
     @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
-        """Actions within [-1, 1], or the number of a choice; without an autograd graph."""
+        """Add actions in [-1, 1], or the index of a discrete action; without an autograd graph."""
         uniform = self._uniform(td)
         choices = self.spec.discrete_actions
         td.set("action", (uniform * choices).floor() if choices else 2 * uniform - 1)
@@ -38,24 +38,24 @@ class ColouredNoise(RandomPolicy):
     def __init__(self, spec: EnvSpec, chunk: int, correlation: torch.Tensor):
         super().__init__(spec, chunk)
         self.correlation = nn.Buffer(correlation.float()[:, None], persistent=False)  # [N, 1]
-        # [N, A]: the process at the last actions, saved with a run
+        # [N, A]: the state of the process at the last step; saved in checkpoints
         self.last = nn.Buffer(torch.zeros(len(correlation), spec.action_dim))
 
     def _uniform(self, td: TensorDict) -> torch.Tensor:
-        fresh = torch.special.ndtri(super()._uniform(td).double()).float()  # [N, C, A]
+        noise = torch.special.ndtri(super()._uniform(td).double()).float()  # [N, C, A]
         correlation = torch.where(td["is_first"][:, None], 0.0, self.correlation)
         last, steps = self.last, []
         for step in range(self.chunk):
-            last = correlation * last + (1 - correlation**2).sqrt() * fresh[:, step]
+            last = correlation * last + (1 - correlation**2).sqrt() * noise[:, step]
             steps.append(last)
             correlation = self.correlation
         self.last.copy_(last)
-        # float32 rounds the tails to 0 or 1, which no uniform number may be
+        # float32 rounds the tails to 0 or 1, but uniform numbers must lie inside (0, 1)
         return torch.special.ndtr(torch.stack(steps, 1).double()).float().clamp(2**-24, 1 - 2**-24)
 
     @staticmethod
     def share_of(robots: int, share: float, first: int = 0, tasks: int = 1) -> torch.Tensor:
-        """`[N]` bool: which robots, from number `first` on, are in a share, spread evenly over robots and tasks."""
+        """Return `[N]` bool: a `share` of the robots, from number `first` on, spread evenly over robots and tasks."""
         robot = torch.arange(first, first + robots)
-        place = (robot // tasks + robot % tasks).double()
-        return ((place + 1) * share + 0.5).floor() > (place * share + 0.5).floor()
+        index = (robot // tasks + robot % tasks).double()
+        return ((index + 1) * share + 0.5).floor() > (index * share + 0.5).floor()

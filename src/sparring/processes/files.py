@@ -57,6 +57,15 @@ def refuse_special(path: Path) -> None:
         raise OSError(errno.ENXIO, what, str(path))
 
 
+def refuse_links_out(folder: Path) -> None:
+    """Before anything is written below a folder, which may be somebody else's. It may be a link itself."""
+    root = folder.resolve()
+    for inner, names, _ in os.walk(folder):
+        for path in (Path(inner, name) for name in names):
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise UserError(f"'{path}' is a link that leads out of '{folder}'; replace it by a folder")
+
+
 def partial_of(path: Path) -> Path:
     """Where a file is written until it is whole; what a killed process left there, or a link, is gone."""
     refuse_special(path)

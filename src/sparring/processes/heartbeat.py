@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparring.errors import StageFailed
+from sparring.errors import StageFailed, visible
 
 if TYPE_CHECKING:
     import numpy as np
@@ -291,7 +291,7 @@ class OwnStages:
         if (tell := self.last_words()) is not None:
             tell(error)
         self.end_reported()
-        print(f"sparring: {error}", file=sys.stderr, flush=True)
+        print(f"sparring: {visible(error)}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
 
 

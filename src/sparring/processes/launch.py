@@ -69,8 +69,14 @@ def _start(processes: int, arguments: list[str], heartbeats: Path) -> list[subpr
     environment.setdefault("OMP_NUM_THREADS", str(usable_cores(processes)))
     # -P: without the working directory, see __main__.py
     command = [sys.executable, "-P", "-m", "sparring", *arguments]
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return [subprocess.Popen(command, env=environment | rank) for rank in ranks]
+    workers: list[subprocess.Popen] = []
+    try:
+        for rank in map(str, range(processes)):
+            workers.append(subprocess.Popen(command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}))
+    except OSError:
+        _kill(workers)
+        raise
+    return workers
 
 
 def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | None:

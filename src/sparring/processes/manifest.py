@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sparring.errors import UserError
-from sparring.processes.files import flush, write_whole
+from sparring.processes.files import flush, read_small, write_whole
 
 log = logging.getLogger("sparring.manifest")
 
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # bytes of a block that is worth a thread, and of those that are brought onto the disk at once
 _BLOCK, _SYNC_BYTES = 1 << 16, 1 << 26
-_KEY_BYTES = 32
+_KEY_BYTES, _MANIFEST_BYTES = 32, 64 << 20
 # files that a CRC-32 is enough for: they are large, and it keeps up with the disk, which SHA-256 does not
 _TENSOR_FILES = (".safetensors", ".pt")
 
@@ -124,19 +124,21 @@ def write_manifest(folder: Path, kind: str, files: dict[str, dict[str, Any]], **
     _write(folder, {"format": FORMAT, "kind": kind, "files": files, **about})
 
 
-def sign(folder: Path, name: str, others: Iterable[str] = ()) -> bool:
+def sign(folder: Path, name: str, others: Iterable[str] = (), sha256: str | None = None) -> bool:
     """Trust a folder of somebody else's that is as its manifest says; one without gets one, over `name` and `others`.
 
-    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand.
+    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand, but not since
+    it was read, with this `sha256`.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        names = dict.fromkeys([name, *others])
-        return _write(folder, {"format": FORMAT, "kind": "trusted", "files": {n: entry(folder / n) for n in names}})
+        manifest = {"format": FORMAT, "kind": "trusted", "files": {other: entry(folder / other) for other in others}}
     if manifest.get("kind") in ("run", "trusted") or name not in manifest["files"]:
         manifest["files"][name] = entry(folder / name)
     if wrong := damage(folder, manifest):
         raise ManifestError(f"'{folder}' is damaged: {'; '.join(wrong)}; copy the folder again")
+    if sha256 not in (None, manifest["files"][name].get("sha256")):
+        raise ManifestError(f"'{folder / name}' was changed while it was read; give the command again")
     return _write(folder, {key: value for key, value in manifest.items() if key != "hmac"})
 
 
@@ -145,18 +147,21 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     file = folder / MANIFEST
     if not os.path.lexists(file):
         return None
-    if not file.is_file() or file.is_symlink():
-        raise ManifestError(f"'{file}' is not a regular file; copy the folder again")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_small(file, _MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"'{file}' cannot be read ({error}); copy the folder again") from None
     files = content.get("files") if isinstance(content, dict) else None
     known = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
     known = known and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
-    if not known or content.get("format") != FORMAT:
+    if not known or content.get("format") != FORMAT or _is_deep(content):
         raise ManifestError(f"'{file}' is no manifest of format {FORMAT}; copy the folder again, or update sparring")
     return content
+
+
+def _is_deep(value: Any, most: int = 10) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(each, most - 1) for each in inner)
 
 
 def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None = None) -> list[str]:
@@ -167,14 +172,17 @@ def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None =
     found = []
     for name in manifest["files"] if names is None else names:
         file, wanted = folder / name, manifest["files"].get(name)
-        if wanted is None:
-            found.append(f"{name} is not in {MANIFEST}")
-        elif file.is_symlink() or not file.is_file():
-            found.append(f"{name} is not a regular file" if os.path.lexists(file) else f"{name} is missing")
-        elif (size := file.stat().st_size) != wanted.get("size"):
-            found.append(f"{name} has {size} bytes, written were {wanted.get('size')}")
-        elif not _is_as_written(file, wanted):
-            found.append(f"{name} has another checksum than when it was written")
+        try:
+            if wanted is None:
+                found.append(f"{name} is not in {MANIFEST}")
+            elif not file.is_file():
+                found.append(f"{name} is not a regular file" if os.path.lexists(file) else f"{name} is missing")
+            elif (size := file.stat().st_size) != wanted.get("size"):
+                found.append(f"{name} has {size} bytes, written were {wanted.get('size')}")
+            elif not _is_as_written(file, wanted):
+                found.append(f"{name} has another checksum than when it was written")
+        except OSError as error:
+            found.append(f"{name[:255]} cannot be read ({error.strerror})")
     return found
 
 
@@ -196,10 +204,10 @@ def altered(folder: Path, name: str) -> list[str]:
 def is_signed(manifest: dict[str, Any]) -> bool:
     """By this user's key, as it is."""
     given, file = manifest.get("hmac"), key_file()
-    if not isinstance(given, str) or file is None or not file.exists():
+    if not isinstance(given, str) or not given.isascii() or file is None or not file.exists():
         return False
     try:
-        return hmac.compare_digest(given.encode(), _signature(manifest).encode())
+        return hmac.compare_digest(given, _signature(manifest))
     except ManifestError as error:
         _say_once(str(error))
         return False

@@ -22,6 +22,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from sparring.errors import VisibleFormatter
+
 if TYPE_CHECKING:  # this file imports no torch: `demos` uses it without
     from torch import nn
 
@@ -57,7 +59,7 @@ class RunLog:
         console = logging.StreamHandler()
         level = logging.getLevelName(config.console_level)
         console.setLevel(logging.ERROR if quiet else max(level, logging.WARNING) if rank else level)
-        console.setFormatter(logging.Formatter(f"[process {rank}] %(message)s" if rank else "%(message)s"))
+        console.setFormatter(VisibleFormatter(f"[process {rank}] %(message)s" if rank else "%(message)s"))
         self.early = _EarlyMessages()
         self.handlers: list[logging.Handler] = [console, self.early]
         self.activate()
@@ -72,7 +74,7 @@ class RunLog:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = _LogFile(path)
                 file.setLevel(self.config.file_level)
-                file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+                file.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
                 file.addFilter(logging.Filter(f"{LOGGER}.{part}") if part else _is_for_all)
                 for record in self.early.records:
                     if record.levelno >= file.level:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -30,7 +31,7 @@ from sparring.config.trust import adopts
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
 from sparring.normalize import Normalizer, RunningNormalizer
-from sparring.processes.files import flush
+from sparring.processes.files import flush, read_small
 from sparring.processes.manifest import MANIFEST, HashedFile, ManifestError, damage, read_manifest, write_manifest
 from sparring.runs.listing import why_no_checkpoint
 
@@ -217,7 +218,7 @@ def _tensors_below(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
 def damage_of(checkpoint: Path) -> list[str]:
     """What is wrong with it, a clause each; nothing where it is as it was written. Read once, while its files stay."""
     try:
-        files = sorted((file, file.lstat()) for file in checkpoint.iterdir() if file.is_file())
+        files = sorted((file, file.stat()) for file in checkpoint.iterdir() if file.is_file())
         stamp = checkpoint, *((file.name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for file, at in files)
         if stamp not in _verified:
             _verified[stamp] = _damage(checkpoint)
@@ -230,15 +231,18 @@ def _damage(checkpoint: Path) -> list[str]:
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return [f"it has no {MANIFEST}; --trust takes it as it is"]
-    if manifest.get("kind") == "trusted":
-        return damage(checkpoint, manifest)
     files, tensors = manifest["files"], manifest.get("tensors")
+    present = {file.name for file in checkpoint.iterdir() if file.is_file()}
+    # all that may be loaded, listed or not
+    names = {*files, *present.intersection(_WEIGHTS + _OURS), *_weights_among(present)}
+    if manifest.get("kind") == "trusted":
+        return damage(checkpoint, manifest, sorted(names))
     shards = _weights_among(files)
     if manifest.get("kind") != "checkpoint" or not isinstance(tensors, dict) or not shards:
         return [f"{MANIFEST} is of no checkpoint"]
     # several files are hashed at once
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda name: damage(checkpoint, manifest, [name]), sorted({*files, *_OURS}))
+        parts = pool.map(lambda name: damage(checkpoint, manifest, [name]), sorted(names.union(_OURS)))
         found = [what for part in parts for what in part]
     if found:
         return found
@@ -349,8 +353,8 @@ def weights_file(path: Path) -> Path | None:
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
     if file.name == _INDEX:
         try:
-            shards = _weights_among({*json.loads(file.read_text())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            shards = _weights_among({*json.loads(read_small(file))["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"'{file}' cannot be read as an index of weights; fetch it again") from None
         return {name: tensor for shard in shards for name, tensor in read_weights(file.parent / shard).items()}
     if file.suffix != ".safetensors":
@@ -389,9 +393,10 @@ def load_spec(checkpoint: Path) -> EnvSpec:
     if not file.is_file():
         raise CheckpointError(f"'{checkpoint}' has no spec.json; it was not written by this library")
     try:
-        values = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"'{file}' cannot be read: {error}") from None
-    values["observation"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["observation"].items()}
-    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return EnvSpec(**given)
+        return TypeAdapter(EnvSpec).validate_json(read_small(file))
+    except OSError as error:
+        why = str(error.strerror)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        why = ": ".join([*map(str, problem["loc"]), problem["msg"]])
+    raise CheckpointError(f"'{file}' cannot be read: {why}")

@@ -34,8 +34,8 @@ from sparring.config.section import ConfigError
 from sparring.config.text import saved_settings
 from sparring.errors import Diverged, UserError
 from sparring.phases.phase import Phase, Progress
-from sparring.processes.files import take_lock, write_whole
-from sparring.processes.manifest import altered, entry, write_manifest
+from sparring.processes.files import refuse_links_out, take_lock, write_whole
+from sparring.processes.manifest import entry, write_manifest
 from sparring.processes.rows import Document, RowFile
 from sparring.record.log import LOGGER
 from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, find_checkpoint, newest_whole
@@ -62,6 +62,7 @@ class RunFolder:
         path, resume = self.path, self.config.resume
         if path.exists() and not path.is_dir():
             raise ConfigError([f"output = '{path}': is a file; give a folder"])
+        refuse_links_out(path)
         if (path / "writer.lock").exists():
             with folder_lock(path):
                 pass  # refused before anything is built
@@ -69,12 +70,10 @@ class RunFolder:
             return None
         # where nothing was saved there is nothing to mix with: a start that failed does not take the folder
         if found := checkpoints(path):
-            for wrong in altered(path, "config.yaml"):
-                log.warning("'%s': %s; it says again what this command asks for", path, wrong)
-            saved = saved_settings(path)
+            newest = cast(Path, newest_whole(path))
+            saved = saved_settings(newest)
+            refuse_other_config(path, saved, self.config)
             # a run that branched off from a checkpoint goes on by the same command
-            newest = newest_whole(path) if not saved or resume in ("auto", saved.get("resume")) else None
-            refuse_other_config(path, saved or saved_settings(cast(Path, newest)), self.config)
             if resume in ("auto", saved.get("resume")):
                 return newest
         if resume == "auto":
@@ -123,12 +122,6 @@ class RunFolder:
             self.write_config(self.config)
         except OSError as error:
             raise ConfigError([f"output = '{path}': cannot write there ({error.strerror})"]) from None
-
-    def keep_config(self, config: Config) -> None:
-        """Of a run that goes on: config.yaml says the limits and the other free settings that it has from now on."""
-        # the same command as at first must find its checkpoint again
-        resume = saved_settings(self.path).get("resume", config.resume)
-        self.write_config(config.model_copy(update={"resume": resume}))
 
     def write_config(self, config: Config) -> None:
         """Signed: what it names may be imported when the run is read again."""

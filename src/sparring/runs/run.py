@@ -26,6 +26,7 @@ from sparring.phases.phase import Phase, Progress
 from sparring.processes.child import Interrupt, usable_cores
 from sparring.processes.distributed import Distributed, random_state, seed_everything, set_random_state
 from sparring.processes.heartbeat import OwnStages
+from sparring.processes.manifest import altered
 from sparring.record.log import LOGGER, Console, RunLog
 from sparring.record.recorder import Recorder, check_installed, make_sinks
 from sparring.runs.checkpoint import CheckpointError, not_finite, remove_old, save_checkpoint
@@ -235,8 +236,7 @@ class Run:
 
     def _adopt_limits(self, checkpoint: Path, run_folder: RunFolder) -> None:
         """Log how far it goes now, where that was another limit before, and keep the new one in config.yaml."""
-        goes_on = run_folder.holds(checkpoint)
-        saved = (goes_on and saved_settings(run_folder.path)) or saved_settings(checkpoint)
+        goes_on, saved = run_folder.holds(checkpoint), saved_settings(checkpoint)
         before = self._limits({key.removeprefix("training."): value for key, value in saved.items()})
         now = self._limits(dict(self.config.training))
         self.nothing_new = now != before and self.fraction >= 1
@@ -248,9 +248,15 @@ class Run:
             then, share = self._share_of(before), self._share_of(now)
             stretch = f"{schedules} now runs over {far} and continues from {share:.0%} (was at {then:.0%})"
             log.info("%s; %s", change, stretch if schedules else f"{share:.0%} of that is done")
-        # of limits that were passed before, config.yaml keeps the larger
-        if goes_on and (self.fraction < 1 or (now.keys() == before.keys() and all(now[n] > before[n] for n in now))):
-            run_folder.keep_config(self.config)
+        if not goes_on:
+            return
+        # the command that branched off from another run must find this one again
+        self.config = self.config.model_copy(update={"resume": saved.get("resume", self.config.resume)})
+        if damaged := altered(run_folder.path, "config.yaml"):
+            again = f"it is written again, with the settings of {checkpoint.name}"
+            log.warning("'%s': %s; %s", run_folder.path, damaged[0], again)
+        if damaged or self.fraction < 1:
+            run_folder.write_config(self.config)
 
     @contextmanager
     def _status_open(self, trains: bool = True) -> Iterator[None]:

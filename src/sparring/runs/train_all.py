@@ -16,7 +16,7 @@ from sparring.config.inherit import FREE_TO_DIFFER
 from sparring.config.legacy import rename
 from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, value_text
-from sparring.errors import UserError
+from sparring.errors import UserError, visible
 from sparring.evaluation.files import text_table
 from sparring.phases import CHAIN
 from sparring.processes.child import forward_signals
@@ -53,7 +53,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
         print(what, flush=True)
         # the other phases' settings are reported there
         for line in replace(rename(given, SCHEMA, phase), other_phases=[]).notes():
-            print(line, file=sys.stderr, flush=True)
+            print(visible(line), file=sys.stderr, flush=True)
         how = "never" if phase in anew else "auto"
         anew = [other for other in anew if other != phase]
         _write(record, done, anew)

@@ -33,7 +33,7 @@ _WRITING, _WRITTEN = range(2)
 
 
 @dataclass(frozen=True)
-class WeightsHandle:
+class _WeightsHandle:
     # all weights at the start
     initial: SharedHandle
     changing: SharedHandle
@@ -46,7 +46,7 @@ class Begin:
     """Start collecting with the rollout of this number, which is also the version of the weights."""
 
     number: int
-    weights: WeightsHandle
+    weights: _WeightsHandle
     # number of robots to record
     videos: int
     # maximum staleness of rollouts
@@ -166,10 +166,10 @@ class WeightsWriter:
         self.shared.pin(next(model.parameters()).device)
         self.write(version)
 
-    def handle(self) -> WeightsHandle:
+    def handle(self) -> _WeightsHandle:
         learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         offsets = {name: parameter.data_ptr() % _ALIGNMENT for name, parameter in learning.items()}
-        return WeightsHandle(self.initial.handle, self.shared.handle, offsets)
+        return _WeightsHandle(self.initial.handle, self.shared.handle, offsets)
 
     @torch.no_grad()
     def write(self, version: int) -> None:
@@ -185,7 +185,7 @@ class WeightsWriter:
 class WeightsReader:
     """Reads published weights in the actor process."""
 
-    def __init__(self, handle: WeightsHandle, model: nn.Module):
+    def __init__(self, handle: _WeightsHandle, model: nn.Module):
         parameters = dict(model.named_parameters())
         for name, offset in handle.offsets.items():
             _align(parameters[name], offset)

@@ -1,7 +1,7 @@
-"""How an arm moves: commands `[n, 7]` (six joint angles, one finger opening in metres) from actions, inverse kinematics
-of the hand, and forward kinematics. Rows are arms, those of a robot one after the other, the left one first. The numba
-kernels agree with `mj_kinematics` and `mj_jacSite` to rounding and release the GIL. Letters: n robots or arms, R arms
-of a robot, B bodies, J joints, M frames fixed to bodies."""
+"""Control and kinematics of the arms: commands `[n, 7]` (six joint angles, one finger opening in metres) from actions,
+inverse kinematics of the hand, and forward kinematics. A row is an arm; the arms of a robot are adjacent, left first.
+The numba kernels release the GIL and equal `mj_kinematics` and `mj_jacSite` up to rounding. Letters: n robots or arms,
+R arms of a robot, B bodies, J joints, M frames fixed to bodies."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from numba import njit
 from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, HAND_SITE, SINGLE, Mount, Scene
 
 JOINT_STEP, FINGER_STEP, HAND_STEP, TURN_STEP = 0.05, 0.01, 0.02, 0.1
-APPROACH = 2  # an absolute command is approached at most this many times faster than one that is moved step by step
-_LEASH = 0.3  # a command runs at most this far ahead of the arm, so that a blocked arm does not wind up
-_LOWEST = 0.008  # a hand that is commanded by its own position goes no lower, metres: the finger tips are 7 mm below it
+APPROACH = 2  # largest step of a command towards an absolute target, relative to the largest step of delta_qpos
+_LARGEST_LEAD = 0.3  # radians that a command may be ahead of the arm: the command of a blocked arm does not wind up
+_LOWEST = 0.008  # metres; lowest height of a hand in the hand modes: the fingertips are 7 mm below the hand's site
 _DAMPING = 1e-3
-_UPRIGHTING = 0.5
+_UPRIGHT_GAIN = 0.5  # part of the deviation from pointing down that each step corrects
 _POINTING_DOWN = np.diag([-1.0, 1.0, -1.0])  # columns: the axes of a hand that points down
 _FREE, _BALL, _SLIDE = 0, 1, 2  # values of mujoco.mjtJoint
 
 
 class _Control:
-    """The next command within the joint limits, by joint steps (delta_qpos); 1 is `step` times env.action_scale."""
+    """Computes the next command, within the joint limits; this base class is delta_qpos (joint steps)."""
 
     action_dim = ARM_JOINTS + 1
-    step = np.array([JOINT_STEP] * ARM_JOINTS + [FINGER_STEP])  # of an action of 1
+    step = np.array([JOINT_STEP] * ARM_JOINTS + [FINGER_STEP])  # for an action of 1 and env.action_scale=1
 
     def __init__(self, hands: "HandMover", scale: float):
         self._hands, self._step = hands, self.step * scale
@@ -33,10 +33,10 @@ class _Control:
         self._low, self._high = np.append(low, 0.0), np.append(high, FINGER_TRAVEL)
 
     def __call__(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
-        """Commands `[n, 7]`, actions `[n, action_dim]` and positions `[n, 8]` to new commands."""
+        """Commands `[n, 7]`, actions `[n, action_dim]` and positions `[n, 8]` -> new commands `[n, 7]`."""
         target = self._target(command, action, qpos)
-        joints, near = target[:, :ARM_JOINTS], qpos[:, :ARM_JOINTS]
-        np.clip(joints, near - _LEASH, near + _LEASH, out=joints)
+        joints, current = target[:, :ARM_JOINTS], qpos[:, :ARM_JOINTS]
+        np.clip(joints, current - _LARGEST_LEAD, current + _LARGEST_LEAD, out=joints)
         return np.clip(target, self._low, self._high, out=target)
 
     def _target(self, command: np.ndarray, action: np.ndarray, qpos: np.ndarray) -> np.ndarray:
@@ -44,7 +44,7 @@ class _Control:
 
 
 class _Qpos(_Control):
-    """Where each joint should be, -1 and 1 are its limits; approached by at most `step`."""
+    """Joint targets: -1 and 1 are the limits of a joint. The command approaches them by at most `step`."""
 
     step = _Control.step * APPROACH
 
@@ -54,7 +54,7 @@ class _Qpos(_Control):
 
 
 class _DeltaEePos(_Control):
-    """Steps of the hand, which keeps pointing down: damped least squares at the commanded pose, so no lag adds up."""
+    """Hand steps; the hand keeps pointing down. Inverse kinematics at the commanded pose: lag does not accumulate."""
 
     action_dim = 4
     step = np.array([HAND_STEP] * 3 + [FINGER_STEP])
@@ -65,7 +65,7 @@ class _DeltaEePos(_Control):
 
 
 class _DeltaEe(_Control):
-    """Steps of the hand, and turns: rotation vectors in the world's axes."""
+    """Hand steps and rotations (rotation vectors in the axes of the table)."""
 
     action_dim = 7
     step = np.array([HAND_STEP] * 3 + [TURN_STEP] * 3 + [FINGER_STEP])
@@ -79,7 +79,8 @@ CONTROLS = {"delta_qpos": _Control, "delta_ee_pos": _DeltaEePos, "delta_ee": _De
 
 
 class HandMover:
-    """Hand poses, and joint steps `[n, 6]` that move them. `model` is an arm at ARM_BASE: arms differ in that only."""
+    """Computes hand poses and joint steps `[n, 6]` that move hands. `model` is an arm at ARM_BASE; the kinematics of
+    other arms differ in their base only."""
 
     def __init__(self, mounts: tuple[Mount, ...] = SINGLE):
         self.model = Scene().compile()
@@ -89,23 +90,23 @@ class HandMover:
         self.pointing_down = about_z(np.array([mount.hand_yaw for mount in mounts])) @ _POINTING_DOWN  # [R, 3, 3]
 
     def where(self, arms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions `[n, R, 3]` and axes `[n, R, 3, 3]` of the hands for arm positions `[n, R, 8]`."""
+        """Arm positions `[n, R, 8]` -> positions `[n, R, 3]` and axes `[n, R, 3, 3]` of the hands."""
         n, count, _ = arms.shape
         pos, mat = self._kinematics(arms.reshape(n * count, -1)).frames(self._frame)
         return pos.reshape(n, count, 3) + self._shift, mat.reshape(n, count, 3, 3)
 
     def upright(self, command: np.ndarray, qpos: np.ndarray, move: np.ndarray) -> np.ndarray:
-        """By `move` `[n, 3]`, and part of the way back to pointing down."""
+        """Joint steps for a translation `move` `[n, 3]` and a rotation towards pointing down."""
         pos, mat, jacobian = self._commanded(command, qpos)
         return _damped_least_squares(jacobian, _twist(_above_table(move, pos), mat, self.pointing_down))
 
     def turned(self, command: np.ndarray, qpos: np.ndarray, twist: np.ndarray) -> np.ndarray:
-        """By `twist` `[n, 6]`: a step and a rotation vector."""
+        """Joint steps for a `twist` `[n, 6]`: a translation and a rotation vector."""
         pos, _, jacobian = self._commanded(command, qpos)
         return _damped_least_squares(jacobian, _above_table(twist, pos))
 
     def _commanded(self, command: np.ndarray, qpos: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The hand's position `[n, 3]`, axes `[n, 3, 3]` and Jacobian, if the arm stood at ARM_BASE as commanded."""
+        """Position `[n, 3]`, axes `[n, 3, 3]` and Jacobian of the hand of an arm at ARM_BASE, at the commanded pose."""
         commanded = qpos.copy()
         commanded[:, :ARM_JOINTS] = command[:, :ARM_JOINTS]
         poses = self._kinematics(commanded)
@@ -114,14 +115,14 @@ class HandMover:
 
 
 def _above_table(move: np.ndarray, pos: np.ndarray) -> np.ndarray:
-    """Steps `[n, 3 or more]` that move no commanded hand `[n, 3]` below _LOWEST."""
+    """Limit steps `[n, 3 or more]` so that they move no commanded hand `[n, 3]` below _LOWEST."""
     move = move.copy()
     move[:, 2] = np.maximum(move[:, 2], np.minimum(_LOWEST - pos[:, 2], 0))
     return move
 
 
 def about_z(angle: np.ndarray) -> np.ndarray:
-    """`[n]` radians -> `[n, 3, 3]`"""
+    """`[n]` radians -> rotation matrices `[n, 3, 3]` about z."""
     cos, sin, zero = np.cos(angle), np.sin(angle), np.zeros(len(angle))
     return np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, zero + 1], axis=1).reshape(-1, 3, 3)
 
@@ -141,18 +142,18 @@ class _BodyPoses:
     pos: np.ndarray  # [n, B, 3]
     mat: np.ndarray  # [n, B, 3, 3]
     anchor: np.ndarray  # [n, J, 3]; zero for free joints
-    axis: np.ndarray  # the same
+    axis: np.ndarray  # [n, J, 3]; zero for free joints
 
     def frames(self, frames: _Frames) -> tuple[np.ndarray, np.ndarray]:
         """Positions `[n, M, 3]` and rotations `[n, M, 3, 3]` of fixed frames."""
         return _attach(self.pos, self.mat, frames.body, frames.pos, frames.mat)
 
     def jacobian(self, joints: int, point: np.ndarray) -> np.ndarray:
-        """`[n, 6, joints]`: velocity (3) and turning (3) of a point `[n, 3]` per unit speed of the first hinges."""
+        """`[n, 6, joints]`: linear and angular velocity of a point `[n, 3]` per unit speed of the first hinges."""
         return _jacobian(self.anchor, self.axis, joints, point)
 
 
-_Chain = namedtuple(  # the tree of bodies and joints; the fields are MjModel's
+_Chain = namedtuple(  # the tree of bodies and joints, with fields of MjModel
     "_Chain", "body_parentid body_pos body_quat body_jntadr body_jntnum jnt_type jnt_qposadr jnt_pos jnt_axis qpos0"
 )
 
@@ -162,7 +163,7 @@ class Kinematics:
 
     def __init__(self, model):
         if np.any(model.jnt_type == _BALL):
-            raise ValueError("the scene has a ball joint; arm.py knows hinge, slide and free joints only")
+            raise ValueError("the scene has a ball joint; expected hinge, slide and free joints only")
         fields = [getattr(model, name) for name in _Chain._fields]
         self._chain = _Chain(*(x.astype(np.int64) if x.dtype.kind in "iu" else x.copy() for x in fields))
         self.geoms = _frames(model.geom_bodyid, model.geom_pos, model.geom_quat)
@@ -219,12 +220,12 @@ def _forward(chain, qpos):
 
 
 @njit(nogil=True, cache=True)
-def _place_free(seven, pos, quat):
-    norm = np.sqrt(seven[3] ** 2 + seven[4] ** 2 + seven[5] ** 2 + seven[6] ** 2)
+def _place_free(pose, pos, quat):
+    norm = np.sqrt(pose[3] ** 2 + pose[4] ** 2 + pose[5] ** 2 + pose[6] ** 2)
     for k in range(3):
-        pos[k] = seven[k]
+        pos[k] = pose[k]
     for k in range(4):
-        quat[k] = seven[3 + k] / norm
+        quat[k] = pose[3 + k] / norm
 
 
 @njit(nogil=True, cache=True)
@@ -283,7 +284,7 @@ def _quat_to_mat(q, out):
 
 @njit(nogil=True, cache=True)
 def _twist(move, mat, uprights):
-    """`[n, 6]`: step, turn of axes `[n, 3, 3]` part of the way to `uprights [R, 3, 3]`; arms alternate over rows."""
+    """`[n, 6]`: `move` and a rotation of axes `[n, 3, 3]` towards `uprights [R, 3, 3]`; row i belongs to arm i % R."""
     twist = np.zeros((mat.shape[0], 6))
     for i in range(mat.shape[0]):
         twist[i, :3] = move[i, :3]
@@ -291,13 +292,13 @@ def _twist(move, mat, uprights):
         for k in range(3):
             for r in range(3):
                 p, q = (r + 1) % 3, (r + 2) % 3
-                twist[i, 3 + r] += 0.5 * _UPRIGHTING * (mat[i, p, k] * upright[q, k] - mat[i, q, k] * upright[p, k])
+                twist[i, 3 + r] += 0.5 * _UPRIGHT_GAIN * (mat[i, p, k] * upright[q, k] - mat[i, q, k] * upright[p, k])
     return twist
 
 
 @njit(nogil=True, cache=True)
 def _damped_least_squares(jacobian, twist):
-    """`[n, k]`: joint steps J^T (J J^T + damping I)^-1 twist."""
+    """Joint steps `[n, k]`: J^T (J J^T + damping I)^-1 twist."""
     n, rows, joints = jacobian.shape
     steps, square = np.zeros((n, joints)), np.empty((rows, rows))
     for i in range(n):
@@ -315,7 +316,7 @@ def _damped_least_squares(jacobian, twist):
 
 @njit(nogil=True, cache=True)
 def _solve_positive(a, b):
-    """x of a x = b for a positive definite a; overwrites both."""
+    """Solve a x = b for a positive definite a; overwrites both."""
     n = len(b)
     for k in range(n):
         for r in range(k + 1, n):

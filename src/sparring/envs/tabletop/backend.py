@@ -1,4 +1,4 @@
-"""The built-in simulator: N arms at a table. A step is one call for all robots; only a reset works robot by robot."""
+"""The built-in simulator: robots at a table. A step handles all robots at once; a reset handles them one by one."""
 
 from collections.abc import Callable
 from zlib import crc32
@@ -32,7 +32,7 @@ class Tabletop:
         if "clutter" in config.domain_randomization:
             self._tasks = [Domain.cluttered(task) for task in self._tasks]
         self.mounts = _embodiment(self._tasks, config.cameras)
-        # robot i has task i modulo their number; the config makes every process hold a multiple of them
+        # robot i has task i % number of tasks; the config ensures a multiple of that number in every process
         self._task = np.arange(num_envs) % len(self._tasks)
         scenes = [task.scene for task in self._tasks]
         own_scenes, threads = [scenes[k] for k in self._task], config.threads or usable_cores()
@@ -54,7 +54,7 @@ class Tabletop:
         self._closed = False
         self._command = np.zeros((num_envs, len(self.mounts), ARM_JOINTS + 1))
         self._goal = np.zeros((num_envs, 3))
-        # steps since the episode began, and how many of the last ones in a row satisfied the task
+        # steps since the start of the episode, and the number of latest consecutive steps that satisfied the task
         self._elapsed, self._streak = np.zeros((2, num_envs), np.int64)
         self._episode, self._phrasing = np.zeros((2, num_envs), np.int64)
         self._episode_seed = np.zeros(num_envs, np.uint64)
@@ -115,8 +115,8 @@ class Tabletop:
     def robot_tasks(self) -> list[Task]:
         return [self._tasks[index] for index in self._task]
 
-    def moments(self) -> np.ndarray:
-        """`[N]`: a number for each step of each episode, the same whichever robot plays it."""
+    def step_keys(self) -> np.ndarray:
+        """`[N]`: a key of each robot's current step, from the seed of its episode and the number of the step."""
         return self._episode_seed << np.uint64(20) | self._elapsed.astype(np.uint64)
 
     def state(self) -> Arrays:
@@ -129,25 +129,26 @@ class Tabletop:
         given, mine = state["physics"].shape, self._world.state().shape
         if given != mine:
             sizes = f"{given[0]} robots with {given[1]} numbers each, but this env has {mine[0]} with {mine[1]}"
-            raise UserError(f"this state is of {sizes}; build the env with the config and num_envs it was saved from")
-        here = {"command": self._command.reshape(self.num_envs, -1)} | self._own_state()
-        if unlike := [n for n, mine in here.items() if (state[n].shape, state[n].dtype) != (mine.shape, mine.dtype)]:
-            raise UserError(f"this state is of another env: {', '.join(unlike)} have other shapes or dtypes than here")
+            raise UserError(f"this state has {sizes}; create the env with the config and num_envs of the saved env")
+        own = {"command": self._command.reshape(self.num_envs, -1)} | self._own_state()
+        if unlike := [n for n, mine in own.items() if (state[n].shape, state[n].dtype) != (mine.shape, mine.dtype)]:
+            raise UserError(f"this state is from another env: {', '.join(unlike)} differ in shape or dtype")
         if not np.isfinite(state["physics"]).all():
-            raise UserError("this state holds robots that are nowhere: NaN or infinity in 'physics'")
+            raise UserError("this state is damaged: 'physics' holds NaN or infinity; use another saved state")
         if not np.array_equal(state["task"], self._task_names()):
-            raise UserError(f"this state was saved with other tasks than env.task={list(self.config.task)}")
+            tasks = f"env.task={list(self.config.task)}"
+            raise UserError(f"this state was saved with other tasks than {tasks}; create the env with the same tasks")
         self._world.set_state(state["physics"])
         self._command[:] = state["command"].reshape(self._command.shape)
-        for name, own in self._own_state().items():
-            own[:] = state[name]
+        for name, values in self._own_state().items():
+            values[:] = state[name]
         self._seeds = EpisodeSeeds.from_array(state["seeds"])
         for row in self._all:
             self._episode_seed[row] = seed = self._seeds(int(row), int(self._episode[row]))
             if self._domain is not None:
                 self._domain.begin(int(row), seed)
         self._locate_hands(self._all)
-        self._renew_static(self._all)
+        self._update_noise(self._all)
 
     def _own_state(self) -> Arrays:
         own = {"goal": self._goal, "elapsed": self._elapsed, "streak": self._streak, "episode": self._episode}
@@ -181,9 +182,9 @@ class Tabletop:
 
     def _started(self) -> EpisodeSeeds:
         if self._closed:
-            raise UserError("this env was closed; make a new one to go on")
+            raise UserError("this env was closed; make a new one")
         if self._seeds is None:
-            raise RuntimeError("no episode has begun; call reset(seeds) or set_state(state) first")
+            raise RuntimeError("no episode has started; call reset(seeds) or set_state(state) first")
         return self._seeds
 
     def _checked(self, action: np.ndarray) -> np.ndarray:
@@ -191,11 +192,11 @@ class Tabletop:
         action = np.asarray(action, np.float64)
         expected = (self.num_envs, self.spec.action_dim)
         if action.ndim != 3 or action.shape[1] < 1 or (action.shape[0], action.shape[2]) != expected:
-            takes = f"{self.config.control_mode} takes [N, C, A] = [{expected[0]}, C >= 1, {expected[1]}]"
-            raise UserError(f"action has shape {action.shape}, but {takes}")
+            shape = f"[N, C, A] = [{expected[0]}, C >= 1, {expected[1]}]"
+            raise UserError(f"action has shape {action.shape}; {self.config.control_mode} expects {shape}")
         if np.isnan(action).any():
-            broken = np.flatnonzero(np.isnan(action).any(axis=(1, 2)))
-            raise UserError(f"actions of robots {broken.tolist()} hold NaN; the policy that made them has diverged")
+            wrong = np.flatnonzero(np.isnan(action).any(axis=(1, 2)))
+            raise UserError(f"actions of robots {wrong.tolist()} hold NaN; the policy that computed them has diverged")
         return np.clip(action[..., : expected[1] - self.spec.action_padding], -1.0, 1.0)
 
     def _begin(self, rows: np.ndarray) -> None:
@@ -208,17 +209,17 @@ class Tabletop:
             self._goal[row] = start.goal
             self._command[row] = np.reshape(start.arm, (len(self.mounts), -1))[:, : ARM_JOINTS + 1]
             self._phrasing[row] = self._first_phrasing[self._task[row]] + rng.integers(len(task.instructions))
-            # drawn last: clutter changes no start
+            # drawn last: clutter does not change the start
             clutter = place_clutter(rng, task.scene, start) if task.scene.clutter else _NO_CLUTTER
             self._world.place(row, start, clutter)
             if self._domain is not None:
                 self._domain.begin(row, seed)
         self._elapsed[rows] = self._streak[rows] = 0
         self._locate_hands(rows)
-        self._renew_static(rows)
+        self._update_noise(rows)
 
     def _advance(self, rows: np.ndarray, action: np.ndarray) -> np.ndarray:
-        # [n, R, ...] -> [n R, ...]
+        # [n, R, ...] -> [n * R, ...]
         parts = (self._command[rows], action.reshape(len(rows), len(self.mounts), -1), self._world.arms(rows))
         command = self._control(*(part.reshape(-1, part.shape[-1]) for part in parts))
         self._command[rows] = command.reshape(parts[0].shape)
@@ -228,12 +229,12 @@ class Tabletop:
         reward, satisfied = self._score(rows)
         self._elapsed[rows] += 1
         self._streak[rows] = (self._streak[rows] + 1) * satisfied
-        self._renew_static(rows)
+        self._update_noise(rows)
         return self._succeeded(rows) if self.config.reward == "sparse" else reward
 
-    def _renew_static(self, rows: np.ndarray) -> None:
+    def _update_noise(self, rows: np.ndarray) -> None:
         if self.config.noise_screen:
-            self._world.set_noise(rows, self.moments()[rows])
+            self._world.set_noise(rows, self.step_keys()[rows])
 
     def _succeeded(self, rows: np.ndarray) -> np.ndarray:
         return (self._elapsed[rows] >= self._limit[rows]) & (self._streak[rows] >= self._hold[rows])
@@ -269,9 +270,9 @@ def _embodiment(tasks: list[Task], cameras: tuple[str, ...]) -> tuple[Mount, ...
     for task in tasks:
         if task.scene.arms != first.arms:
             counts = f"{tasks[0].name} has {len(first.arms)} arm(s) and {task.name} has {len(task.scene.arms)}"
-            raise UserError(f"env.task mixes robots: {counts}; mix tasks with equally many arms only")
+            raise UserError(f"env.task mixes robots: {counts}; mix only tasks with the same number of arms")
     missing = [camera for camera in cameras if camera not in first.cameras]
     if missing:
-        there = ", ".join(first.cameras)
-        raise UserError(f"env.cameras names {', '.join(missing)}, but the robot of {tasks[0].name} has: {there}")
+        available = ", ".join(first.cameras)
+        raise UserError(f"env.cameras has {', '.join(missing)}, but the robot of {tasks[0].name} has only {available}")
     return first.arms

@@ -20,20 +20,20 @@ _MECHANISM_BLOCKS = {"": (1, 1.0), "_speed": (1, 0.2)}
 
 def _blocks(objects: int, mechanisms: int, arms: int, robot: bool, world: bool) -> dict[str, tuple[int, float]]:
     prefixes = ("",) if arms == 1 else ("left_", "right_")
-    body = {f"{prefix}{name}": block for prefix in prefixes for name, block in _ARM_BLOCKS.items()}
-    body["time_left"] = (1, 1.0)
+    of_robot = {f"{prefix}{name}": block for prefix in prefixes for name, block in _ARM_BLOCKS.items()}
+    of_robot["time_left"] = (1, 1.0)
     goal = {"": (3, 4.0)} | {f"_from_{prefix}hand": (3, 10.0) for prefix in prefixes}
-    thing = goal | {"_rotation": (6, 1.0), "_velocity": (3, 2.0)}
-    things = {f"goal{name}": block for name, block in goal.items()}
-    things |= {f"object{k}{name}": block for k in range(objects) for name, block in thing.items()}
-    things |= {f"mechanism{k}{name}": block for k in range(mechanisms) for name, block in _MECHANISM_BLOCKS.items()}
-    return (body if robot else {}) | (things if world else {})
+    of_object = goal | {"_rotation": (6, 1.0), "_velocity": (3, 2.0)}
+    of_world = {f"goal{name}": block for name, block in goal.items()}
+    of_world |= {f"object{k}{name}": block for k in range(objects) for name, block in of_object.items()}
+    of_world |= {f"mechanism{k}{name}": block for k in range(mechanisms) for name, block in _MECHANISM_BLOCKS.items()}
+    return (of_robot if robot else {}) | (of_world if world else {})
 
 
 def layout(
     objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = True, world: bool = True
 ) -> dict[str, slice]:
-    """block -> its place in the vector, in order; of what the robot feels of itself, of the world about it, or both."""
+    """block -> its slice of the vector, in order: the robot's own state, goal and objects (`world`), or both."""
     places, start = {}, 0
     for name, (size, _) in _blocks(objects, mechanisms, arms, robot, world).items():
         places[name] = slice(start, start + size)
@@ -42,20 +42,20 @@ def layout(
 
 
 def scales(objects: int = 0, mechanisms: int = 0, arms: int = 1, robot: bool = True, world: bool = True) -> np.ndarray:
-    """`[S]`: what each entry was multiplied by; divide by it to get metres, radians and seconds back."""
+    """`[S]`: the factor of each entry; divide by it to get metres, radians and seconds."""
     blocks = _blocks(objects, mechanisms, arms, robot, world)
     return np.concatenate([np.full(size, scale) for size, scale in blocks.values()])
 
 
 class Observations:
-    """What n robots observe, by the config; `spec`: observation -> (shape, dtype)."""
+    """Computes the observations that the config selects. `spec`: observation -> (shape, dtype)."""
 
     def __init__(self, config: TabletopConfig, world: World, arms: int):
         self._config, self._world = config, world
-        seen = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
-        blind = [key for key, value in seen.items() if value and not config.cameras]
-        if blind:
-            raise UserError(f"no camera to look through for {' and '.join(blind)}; set e.g. env.cameras=[head]")
+        views = {"env.depth": config.depth, "env.segmentation": config.segmentation, "env.points": config.points}
+        without = [key for key, value in views.items() if value and not config.cameras]
+        if without:
+            raise UserError(f"env.cameras=[], but {' and '.join(without)} need a camera; set e.g. env.cameras=[head]")
         if config.noise_screen and not world.has_screen:
             raise UserError("env.noise_screen=true, but only the task explore has a screen; set env.task=explore")
         counts, size = (world.num_objects, world.num_mechanisms, arms), config.image_size
@@ -71,7 +71,7 @@ class Observations:
         hands = ["hand"] if arms == 1 else ["left_hand", "right_hand"]
         self.hand_entries = _entries(layout(arms=arms, world=False), hands)
         self.object_entries = _entries(layout(*counts, robot=False), objects)
-        kinds = {"rgb": ("image", 3, "uint8")}  # kind of a view -> its name in observations, channels and type
+        kinds = {"rgb": ("image", 3, "uint8")}  # kind of a view -> its name in observations, channels and dtype
         kinds |= {"depth": ("depth", 1, "float32")} if config.depth else {}
         kinds |= {"segmentation": ("segmentation", 1, "uint8")} if config.segmentation else {}
         self._kinds, self._views = tuple(kinds), {}  # observation -> view
@@ -88,7 +88,7 @@ class Observations:
         n = len(rows)
         arms = [self._world.arms(rows), self._world.arms(rows, speeds=True), command, hands, axes]
         robot = [np.concatenate(arms, axis=2).reshape(n, -1), time_left[:, None]]  # [n, R, 29] -> [n, 29 R]
-        state, seen = (np.concatenate(robot, axis=1) * self._robot_scale).astype(np.float32), {}
+        state, others = (np.concatenate(robot, axis=1) * self._robot_scale).astype(np.float32), {}
         config = self._config
         if config.object_state != "hidden":
             blocks = [goal, (goal[:, None] - hands).reshape(n, -1), *self._object_blocks(rows, hands)]
@@ -96,30 +96,30 @@ class Observations:
             if config.object_state == "state":
                 state = np.concatenate([state, world], axis=1)
             else:
-                seen["privileged"] = world
+                others["privileged"] = world
         if config.cameras:
             views = self._world.views(rows, goal, config.cameras, config.image_size, self._kinds, config.points)
-            seen |= {name: views[view] for name, view in self._views.items()}
-        return {"state": np.pad(state, ((0, 0), (0, self._padding))) if self._padding else state, **seen}
+            others |= {name: views[view] for name, view in self._views.items()}
+        return {"state": np.pad(state, ((0, 0), (0, self._padding))) if self._padding else state, **others}
 
     def _object_blocks(self, rows: np.ndarray, hands: np.ndarray) -> list[np.ndarray]:
-        """Of the objects `[n, (12 + 3 R) K]` and of the mechanisms `[n, 2 m]`, not yet scaled."""
+        """Unscaled blocks of the objects `[n, (12 + 3 R) K]` and of the mechanisms `[n, 2 m]`."""
         n, blocks = len(rows), []
         if self._world.num_objects:
             pos, quat, velocity = self._world.objects(rows)
-            there = quat.any(axis=2, keepdims=True)  # a missing object has a zero quaternion
+            exists = quat.any(axis=2, keepdims=True)  # a missing object has a zero quaternion
             from_hands = (pos[:, :, None] - hands[:, None]).reshape(*pos.shape[:2], -1)  # [n, K, 3 R]
-            block = np.concatenate([pos, from_hands, rotation_columns(quat), velocity], axis=2) * there
+            block = np.concatenate([pos, from_hands, rotation_columns(quat), velocity], axis=2) * exists
             blocks.append(block.reshape(n, -1))
         if self._world.num_mechanisms:
             blocks.append(np.stack(self._world.mechanisms(rows), axis=2).reshape(n, -1))
         return blocks
 
 
-def padded(key: str, wanted: int, size: int) -> int:
-    if wanted and wanted < size:
-        raise UserError(f"{key}={wanted} is shorter than the {size} entries there are; give at least {size}, or 0")
-    return wanted or size
+def padded(key: str, length: int, size: int) -> int:
+    if length and length < size:
+        raise UserError(f"{key}={length} is less than the {size} entries without padding; set at least {size}, or 0")
+    return length or size
 
 
 def _entries(places: dict[str, slice], names: list[str]) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Domain randomization. A robot's domain is a function of its episode's seed, drawn apart from the task's start: a
-switch changes no start, and a restored state finds its domain again."""
+"""Domain randomization. A robot's domain depends only on the seed of its episode and has its own random stream: the
+switches do not change the start of a task, and a restored state has the same domain."""
 
 import colorsys
 from collections.abc import Collection
@@ -12,19 +12,19 @@ from sparring.envs.tabletop.tasks.base import Task
 from sparring.envs.tabletop.tasks.explore import with_clutter
 from sparring.envs.tabletop.world import World
 
-_CLUTTER = 3  # of a task's scene when clutter is switched on
-_FRICTION = (0.7, 1.4)  # sliding friction is multiplied by a number between these
-_STREAM = 1  # a second stream of random numbers for the same episode
+_CLUTTER = 3  # number of clutter objects
+_FRICTION = (0.7, 1.4)  # range of the factor of the sliding friction
+_STREAM = 1  # key of a second random stream of each episode
 
-# light = ambient + sky * (how much a face looks up) + sun * (how much it looks to the sun)
+# light = ambient + sky * (normal . up) + sun * max(0, normal . direction of the sun)
 AMBIENT, SKY, SUN = 0.48, 0.12, 0.46
 TO_SUN = np.array([0.35, -0.45, 0.82]) / np.linalg.norm([0.35, -0.45, 0.82])
 BACKGROUND = np.array([0.80, 0.85, 0.90])
-_APART = 0.35  # least distance of random colours to the goal's
+_LEAST_CONTRAST = 0.35  # least distance in RGB of a random colour from the goal's
 
 
 class Domain:
-    """Friction and appearance of each robot's world; clutter is part of the task's scene."""
+    """Randomizes the friction and appearance of each robot; clutter is part of the task's scene."""
 
     def __init__(self, switches: tuple[str, ...], world: World):
         self._world = world
@@ -45,15 +45,15 @@ class Domain:
 
 
 class Appearance(NamedTuple):
-    """Of n robots, G shapes (the goal marker last, if there is one) and M cameras; one row has no leading n."""
+    """The look of n robots, with G shapes (the goal marker last, if any) and M cameras; a row has no leading n."""
 
     rgb: np.ndarray  # [n, G, 3]
     background: np.ndarray  # [n, 3]
     sun: np.ndarray  # [n, 3] unit vector
     light: np.ndarray  # [n, 3]: ambient, sky, sun
-    camera_pos: np.ndarray  # [n, M, 3] metres, in each camera's own axes
-    camera_turn: np.ndarray  # [n, M, 3] rotation vectors, likewise
-    noise: np.ndarray  # [n] int64: which static the screen shows; below 0 it is off
+    camera_pos: np.ndarray  # [n, M, 3] offsets in metres, in each camera's own axes
+    camera_turn: np.ndarray  # [n, M, 3] rotation vectors, in the same axes
+    noise: np.ndarray  # [n] int64: seed of the noise on the screen; below 0: no noise
 
     @classmethod
     def standard(cls, rgb: np.ndarray, cameras: int, n: int) -> "Appearance":
@@ -79,8 +79,9 @@ class Appearance(NamedTuple):
         floor: np.ndarray,
         wrist: np.ndarray,
     ) -> "Appearance":
-        """From one robot's standard row. Shapes in `keep [G]` stay recognisable, `goal [G]` has a colour of its own,
-        `floor [G]` is background too, `wrist [M]` cameras move less. All is drawn for any switches, colours last."""
+        """Randomize a standard row. Shapes in `keep [G]` keep roughly their colour, all others differ in colour from
+        `goal [G]`, `floor [G]` also belongs to the background, `wrist [M]` cameras move less. Every value is drawn,
+        colours last, whichever switches are on."""
         sky = rng.uniform(0.15, 0.95, 3)
         sun, strengths = _random_light(rng)
         metres = np.where(wrist, 0.005, 0.02)[:, None]
@@ -100,7 +101,7 @@ class Appearance(NamedTuple):
 
 
 def rotations(turn: np.ndarray) -> np.ndarray:
-    """Rotation vectors `[..., 3]` to matrices `[..., 3, 3]`; the zero vector gives exactly the identity."""
+    """Rotation vectors `[..., 3]` -> matrices `[..., 3, 3]`; the zero vector gives exactly the identity."""
     angle = np.linalg.norm(turn, axis=-1)[..., None, None]
     x, y, z = np.moveaxis(turn, -1, 0)
     zero = np.zeros_like(x)
@@ -109,19 +110,19 @@ def rotations(turn: np.ndarray) -> np.ndarray:
 
 
 def _repaint(rng: np.random.Generator, rgb: np.ndarray, keep: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """One new colour per old one: a thing of several shapes keeps one colour."""
+    """Draw one new colour per old colour, so that an object of several shapes keeps one colour."""
     colours, which = np.unique(rgb, axis=0, return_inverse=True)
     broad = np.array([colorsys.hsv_to_rgb(*rng.uniform([0, 0, 0.2], [1, 0.55, 0.95])) for _ in colours])
     slight = np.array([_nudge(rng, colour) for colour in colours])
     which = which.ravel()
     for marker in slight[which[goal]]:
-        broad = np.array([_unlike(marker, colour) for colour in broad])
+        broad = np.array([_distinct(marker, colour) for colour in broad])
     return np.where(keep[:, None], slight[which], broad[which])
 
 
-def _unlike(marker: np.ndarray, rgb: np.ndarray) -> np.ndarray:
-    """The colour, or its opposite where it is too near to the marker's."""
-    if np.linalg.norm(rgb - marker) >= _APART:
+def _distinct(marker: np.ndarray, rgb: np.ndarray) -> np.ndarray:
+    """The colour, or the opposite hue if it is too close to the marker's."""
+    if np.linalg.norm(rgb - marker) >= _LEAST_CONTRAST:
         return rgb
     hue, saturation, value = colorsys.rgb_to_hsv(*rgb)
     return np.array(colorsys.hsv_to_rgb((hue + 0.5) % 1.0, saturation, value))
@@ -135,7 +136,7 @@ def _nudge(rng: np.random.Generator, rgb: np.ndarray) -> tuple[float, float, flo
 
 
 def _random_light(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A sun 25 to 80 degrees high, with about the usual brightness."""
+    """Direction of a sun 25 to 80 degrees above the horizon, and strengths that keep about the standard brightness."""
     height, around = np.deg2rad(rng.uniform(25, 80)), rng.uniform(0, 2 * np.pi)
     sun = np.array([np.cos(height) * np.cos(around), np.cos(height) * np.sin(around), np.sin(height)])
     ambient = rng.uniform(0.35, 0.65)

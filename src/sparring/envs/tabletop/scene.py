@@ -1,5 +1,5 @@
 """The scene as MJCF text: arms with two-finger grippers at a table, and objects. The origin is the centre of the table
-top, z up, metres and radians; arms look along +x. A scene is a list of `Part`s."""
+top, z up, metres and radians; arms face +x. A scene is a list of `Part`s."""
 
 import os
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ ARM_BASE = (-0.38, 0.0, 0.0)
 HOME = (0.0, 0.12028, 1.77534, 1.24597, 0.0, 0.0)
 HAND_SITE = "hand"  # the name of the hand's site, after a mount's prefix
 CUBE_HALF = 0.022
-SCREEN = "screen"  # the geom that can show static
+SCREEN = "screen"  # the geom that can show noise
 RED, BLUE, GREEN = (0.86, 0.18, 0.16), (0.15, 0.35, 0.85), (0.16, 0.80, 0.45)
 
-# geoms touch when one's contype meets the other's conaffinity; an arm never touches itself, see also `Mount`
+# geoms collide if a bit of one's contype is set in the other's conaffinity; an arm does not collide with itself
 SCENERY = 'contype="1" conaffinity="2"'
 OBJECT = 'contype="3" conaffinity="3"'
-_GHOST = 'contype="0" conaffinity="0"'
+_NO_COLLISION = 'contype="0" conaffinity="0"'
 
-_SLIDES = 0.6  # of two frictions the larger counts: fingers (2) grip a cube; at 1 or more a pushed cube would tip over
+_SLIDING = 0.6  # sliding friction; MuJoCo uses the larger of two: fingers have 2; at 1 or more a pushed cube tips over
 _TABLE_HEIGHT = 0.72
 _WOOD, _LEG, _FLOOR = "0.82 0.68 0.52 1", "0.50 0.41 0.33 1", "0.62 0.66 0.72 1"
 _WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0.22 0.27 1", "0.55 0.58 0.64 1"
@@ -35,20 +35,20 @@ _WHITE, _ORANGE, _DARK, _STEEL = "0.93 0.93 0.95 1", "0.96 0.52 0.16 1", "0.20 0
 
 @dataclass(frozen=True)
 class Mount:
-    """Where an arm stands and how it holds its hand; its names begin with `prefix`."""
+    """The base of an arm and the orientation of its hand; the names of its parts start with `prefix`."""
 
     prefix: str = ""
     base: tuple[float, float, float] = ARM_BASE
-    # radians about z that the hand is turned by at home and kept at in delta_ee_pos; at 0 the fingers open along y
+    # yaw of the hand in radians, at home and in delta_ee_pos; at 0 the fingers open along y
     hand_yaw: float = 0.0
-    # which side of the hand the camera is on: at yaw 0, the one away from the base, or (-1) the one towards it
+    # side of the hand with the camera: at yaw 0, 1 is away from the base and -1 towards it
     camera_side: int = 1
     contype: int = 2  # collision bits: scenery has 1 and 2, objects have both
     conaffinity: int = 1
 
 
 SINGLE = (Mount(),)
-# fingers open along x, cameras look towards the other hand; bit 4 lets the two arms touch each other
+# fingers open along x, cameras point to the other hand; bit 4 enables collisions between the two arms
 DUAL = (
     Mount("left_", (-0.38, 0.28, 0.0), hand_yaw=pi / 2, camera_side=-1, contype=2, conaffinity=1 | 4),
     Mount("right_", (-0.38, -0.28, 0.0), hand_yaw=-pi / 2, camera_side=-1, contype=2 | 4, conaffinity=1),
@@ -57,7 +57,7 @@ DUAL = (
 
 @dataclass(frozen=True)
 class Part:
-    """MJCF of one thing."""
+    """MJCF of one component."""
 
     bodies: str
     actuators: str = ""
@@ -66,8 +66,8 @@ class Part:
 
     @classmethod
     def free_body(cls, thing: "TableObject", inside: str) -> "Part":
-        """A free body that stands on the table; `inside` is its shapes and inner bodies. Elliptic cones and stiff
-        friction keep it from creeping out of the fingers. Its joint follows the arm's in qpos."""
+        """A free body that stands on the table; `inside` has its shapes and inner bodies. Elliptic cones and stiff
+        friction keep it from slowly slipping out of the fingers. Its joint comes after those of the arms in qpos."""
         return cls(
             f"""
     <body name="{thing.name}" pos="0 0 {thing.half[2]}">
@@ -78,20 +78,20 @@ class Part:
 
 
 class TableObject(Protocol):
-    """A free body on the table, made of one shape or of many."""
+    """A free body on the table, of one or several shapes."""
 
     @property
     def name(self) -> str: ...  # also of the body and of its free joint
     @property
-    def half(self) -> tuple[float, float, float]: ...  # half the lengths of a box around it, metres
+    def half(self) -> tuple[float, float, float]: ...  # half lengths of its bounding box, metres
     @property
-    def mechanisms(self) -> tuple[str, ...]: ...  # names of the joints that move a part of it (a drawer, a button)
+    def mechanisms(self) -> tuple[str, ...]: ...  # names of its inner joints (a drawer, a button)
     def part(self) -> Part: ...
 
 
 @dataclass(frozen=True)
 class Solid:
-    """A `TableObject` of one shape, to be pushed, grasped or put upon: a cube unless it says otherwise."""
+    """A `TableObject` of one shape, by default a cube."""
 
     name: str
     rgb: tuple[float, float, float]
@@ -99,7 +99,7 @@ class Solid:
     mass: float = 0.06
     shape: str = "box"  # box, ball, cylinder (upright), capsule (along x) or ellipsoid, as large as fits into `half`
     mechanisms: tuple[str, ...] = ()
-    # boxes that are part of it: (centre, half lengths), from its own centre
+    # boxes that are part of it: (centre relative to its own centre, half lengths)
     handles: tuple[tuple[tuple[float, float, float], tuple[float, float, float]], ...] = ()
 
     def part(self) -> Part:
@@ -108,12 +108,12 @@ class Solid:
             "box": f'type="box" size="{spaced(self.half)}"',
             "ball": f'type="sphere" size="{x}"',
             "cylinder": f'type="cylinder" size="{x} {z}"',
-            # MuJoCo's half length of a capsule leaves out its round ends
+            # MuJoCo's half length of a capsule excludes the round ends
             "capsule": f'type="capsule" size="{z}" fromto="{z - x} 0 0 {x - z} 0 0"',
             "ellipsoid": f'type="ellipsoid" size="{spaced(self.half)}"',
         }[self.shape]
-        # round things need friction against rolling
-        surface = f'friction="{_SLIDES} 0.02 0.001" condim="{4 if self.shape == "box" else 6}" {OBJECT}'
+        # round objects need rolling friction
+        surface = f'friction="{_SLIDING} 0.02 0.001" condim="{4 if self.shape == "box" else 6}" {OBJECT}'
         solid = f'<geom name="{self.name}" {shape} mass="{self.mass}" rgba="{spaced(self.rgb)} 1" {surface}/>'
         handles = "".join(
             f'<geom type="box" pos="{spaced(pos)}" size="{spaced(half)}" mass="0.02" rgba="{_DARK}" {surface}/>'
@@ -128,7 +128,7 @@ def spaced(values: tuple[float, ...]) -> str:
 
 @dataclass(frozen=True)
 class Marker:
-    """Where the goal is drawn: a ball of this radius, or a flat disc. It touches nothing."""
+    """How the goal is drawn: a ball or a flat disc of this radius, without collisions."""
 
     kind: str = "ball"
     radius: float = 0.02
@@ -140,12 +140,12 @@ BALL = Marker()
 
 @dataclass(frozen=True)
 class Scene:
-    """What stands on the table for a task, besides the arm. Tasks with equal scenes share one model."""
+    """The objects, scenery and arms of a task. Tasks with equal scenes share one model."""
 
     objects: tuple[TableObject, ...] = ()
     marker: Marker | None = BALL  # None: the goal is not drawn
-    clutter: tuple[TableObject, ...] = ()  # objects that tasks, experts and observations know nothing of
-    scenery: tuple[Part, ...] = ()  # what else stands there and never moves
+    clutter: tuple[TableObject, ...] = ()  # objects that tasks, experts and observations ignore
+    scenery: tuple[Part, ...] = ()  # other parts, which never move
     arms: tuple[Mount, ...] = SINGLE  # their joints come first, in this order
 
     @property
@@ -158,7 +158,7 @@ class Scene:
 
     def compile(self):
         things = self.objects + self.clutter
-        # a sensor is above 0 while any shape of an arm touches any shape of a thing; it acts on nothing
+        # a sensor is above 0 while any shape of an arm touches any shape of an object; it does not affect the physics
         touch = "".join(
             f'<contact subtree1="{mount.prefix}base" subtree2="{thing.name}" num="1" data="found"/>'
             for mount in self.arms
@@ -191,7 +191,7 @@ class Scene:
 
 
 def load_mujoco():
-    """Import mujoco without GL. MUJOCO_GL is read once at import, and touched only where the user left it unset."""
+    """Import mujoco without GL. MUJOCO_GL is read once, at import; it is changed only if the user has not set it."""
     unset = "MUJOCO_GL" not in os.environ
     if unset:
         os.environ["MUJOCO_GL"] = "disable"
@@ -202,7 +202,7 @@ def load_mujoco():
         # PyOpenGL raises AttributeError
         if unset or (isinstance(error, ModuleNotFoundError) and error.name == "mujoco"):
             raise
-        advice = "unset it (env.video_renderer=builtin needs no GL), or set MUJOCO_GL=egl where EGL is installed"
+        advice = "unset it (env.video_renderer=builtin needs no GL), or install EGL and set MUJOCO_GL=egl"
         raise UserError(f"MUJOCO_GL={os.environ['MUJOCO_GL']} does not work here ({error}); {advice}") from None
 
     if unset:
@@ -213,17 +213,17 @@ def load_mujoco():
 def _table() -> str:
     half = (_TABLE_HEIGHT - 0.04) / 2
     legs = "".join(
-        f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_GHOST}/>'
+        f'<geom type="box" size="0.03 0.03 {half}" pos="{x} {y} {-0.04 - half}" rgba="{_LEG}" {_NO_COLLISION}/>'
         for x in (-0.44, 0.44)
         for y in (-0.49, 0.49)
     )
     return f"""
     <geom name="table" type="box" size="0.50 0.55 0.02" pos="0 0 -0.02" rgba="{_WOOD}"
-      friction="{_SLIDES} 0.005 0.0001" {SCENERY}/>{legs}"""
+      friction="{_SLIDING} 0.005 0.0001" {SCENERY}/>{legs}"""
 
 
 def _head_camera(whole_table: bool, arms: int) -> str:
-    """Before the arm, up and to one side, so that the hand seldom hides its goal; two arms are seen from the middle."""
+    """In front of the arm, above and to one side, so that the hand rarely hides its goal; central for two arms."""
     position = (0.62, -0.52, 0.60)
     target, fovy = ((-0.20, -0.10, 0.05), 48) if whole_table else ((-0.13, 0.0, 0.15), 43)
     if arms > 1:
@@ -250,13 +250,13 @@ def _arm(mount: Mount) -> str:
         prefix,
         ("base_yaw", "0 0 1", "-2.6 2.6", "0 0 0.08"),
         f'<geom type="cylinder" size="0.052 0.05" pos="0 0 0.05" rgba="{_WHITE}" {solid}/>'
-        f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        f'<geom type="cylinder" size="0.046 0.058" pos="0 0 0.1" euler="1.5708 0 0" rgba="{_DARK}" {_NO_COLLISION}/>',
         ("shoulder", "0 1 0", "-1.6 1.6", "0 0 0.1"),
         f'<geom type="capsule" fromto="0 0 0 0 0 0.28" size="0.037" rgba="{_ORANGE}" {solid}/>'
-        f'<geom type="cylinder" size="0.040 0.046" pos="0 0 0.28" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        f'<geom type="cylinder" size="0.040 0.046" pos="0 0 0.28" euler="1.5708 0 0" rgba="{_DARK}" {_NO_COLLISION}/>',
         ("elbow", "0 1 0", "-0.1 2.8", "0 0 0.28"),
         f'<geom type="capsule" fromto="0 0 0 0 0 0.26" size="0.031" rgba="{_WHITE}" {solid}/>'
-        f'<geom type="cylinder" size="0.034 0.038" pos="0 0 0.26" euler="1.5708 0 0" rgba="{_DARK}" {_GHOST}/>',
+        f'<geom type="cylinder" size="0.034 0.038" pos="0 0 0.26" euler="1.5708 0 0" rgba="{_DARK}" {_NO_COLLISION}/>',
         ("wrist_pitch", "0 1 0", "-2 2", "0 0 0.26"),
         f'<geom type="capsule" fromto="0 0 0 0 0 0.06" size="0.028" rgba="{_ORANGE}" {solid}/>',
         ("wrist_roll", "1 0 0", "-1.6 1.6", "0 0 0.06"),
@@ -266,7 +266,7 @@ def _arm(mount: Mount) -> str:
     )
     return f"""
     <body name="{prefix}base" pos="{spaced(mount.base)}">
-      <geom type="cylinder" size="0.075 0.04" pos="0 0 0.04" rgba="{_DARK}" {_GHOST}/>{links}
+      <geom type="cylinder" size="0.075 0.04" pos="0 0 0.04" rgba="{_DARK}" {_NO_COLLISION}/>{links}
     </body>"""
 
 
@@ -279,7 +279,7 @@ def _link(prefix: str, joint: tuple[str, str, str, str], inside: str, *rest) -> 
 
 
 def _finger(name: str, sign: int, solid: str) -> str:
-    # wider than the motor's range: resting against a stop costs solver time
+    # the joint's range is wider than the motor's: resting against a stop costs solver time
     return f"""
       <body name="{name}" pos="0 0 0.072" gravcomp="1">
         <joint name="{name}" type="slide" axis="0 {sign} 0" range="-0.001 {FINGER_TRAVEL + 0.001}" damping="10"

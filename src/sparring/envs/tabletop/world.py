@@ -1,4 +1,4 @@
-"""The simulated world: N robots, their physics and pictures. Robots with equal scenes share one model and batch."""
+"""Simulation of N robots: physics and rendering. Robots with equal scenes share one model and one batch."""
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +18,7 @@ class World:
     def __init__(
         self, scenes: list[Scene], threads: int, video_renderer: str = "builtin", possible: Sequence[Scene] = ()
     ):
-        """`scenes[i]` is robot i's; there is room for the objects of these and of the `possible` scenes."""
+        """`scenes[i]` is the scene of robot i. Arrays have room for the objects of all these and `possible` scenes."""
         if video_renderer == "mujoco":
             from sparring.envs.tabletop.render.mujoco import windowless_gl
 
@@ -33,10 +33,10 @@ class World:
             self._groups.append(_Group(scene, len(mine), threads, video_renderer))
         self.num_objects = max(len(scene.objects) for scene in (*kinds, *possible))
         self.num_mechanisms = max(len(scene.mechanisms) for scene in (*kinds, *possible))
-        self._arms = _ARM * len(kinds[0].arms)  # all robots have equally many arms
+        self._arms = _ARM * len(kinds[0].arms)  # all robots have the same number of arms
 
     def objects(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Positions `[n, K, 3]` from the table's centre, quaternions `[n, K, 4]` and velocities `[n, K, 3]`."""
+        """Positions `[n, K, 3]` relative to the table's centre, quaternions `[n, K, 4]` and velocities `[n, K, 3]`."""
         n, k = len(rows), self.num_objects
         poses, velocity = np.zeros((n, k, 7)), np.zeros((n, k, 3))
         for group, at, local in self._split(rows):
@@ -46,7 +46,7 @@ class World:
         return poses[:, :, :3], poses[:, :, 3:], velocity
 
     def mechanisms(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Joints of the objects: `[n, m]` parts of their travel, and of it per second; zero where a robot has fewer."""
+        """Joints of the objects: positions `[n, m]` as parts of their travel, and speeds; zero for missing joints."""
         position, speed = np.zeros((2, len(rows), self.num_mechanisms))
         for group, at, local in self._split(rows) if self.num_mechanisms else ():
             mine = len(group.travel)
@@ -105,14 +105,14 @@ class World:
         goal: np.ndarray,
         cameras: tuple[str, ...],
         size: int,
-        wants: tuple[str, ...] = ("rgb",),
+        kinds: tuple[str, ...] = ("rgb",),
         points: int = 0,
     ) -> Arrays:
         """`Renderer.views` of these robots: "rgb/<camera>", "depth/<camera>", "segmentation/<camera>", "points"."""
         views: Arrays = {}
         for group, at, local in self._split(rows):
-            qpos, look = group.seen(local)
-            drawn = group.renderer().views(qpos, goal[at], cameras, size, look, wants, points)
+            qpos, look = group.render_inputs(local)
+            drawn = group.renderer().views(qpos, goal[at], cameras, size, look, kinds, points)
             if len(local) == len(rows):
                 return drawn
             for name, pixels in drawn.items():
@@ -126,12 +126,12 @@ class World:
 
     @property
     def draws_later(self) -> bool:
-        """MuJoCo's renderer draws at once: it answers to one thread only."""
+        """False for MuJoCo's renderer: it works in one thread only, so `picture` draws at once."""
         return self._groups[0].video_renderer == "builtin"
 
     def picture(self, row: int, goal: np.ndarray) -> Picture:
         group, local = self._of(row)
-        qpos, look = group.seen([local])
+        qpos, look = group.render_inputs([local])
         draw = partial(group.painter().picture, qpos, goal, look)
         return draw if self.draws_later else draw()
 
@@ -154,19 +154,21 @@ class World:
         return self._groups[self._group[row]], self._local[row]
 
     def _split(self, rows: np.ndarray) -> Iterator[tuple["_Group", np.ndarray | slice, np.ndarray]]:
-        """(group, places in `rows`, rows of that group's physics) of each group that has any."""
+        """Yield (group, positions in `rows`, rows of its physics) for each group that has any of these robots."""
         if len(self._groups) == 1:
             yield self._groups[0], slice(None), rows
             return
-        of = self._group[rows]
+        numbers = self._group[rows]
         for number, group in enumerate(self._groups):
-            at = np.flatnonzero(of == number)
+            at = np.flatnonzero(numbers == number)
             if len(at):
                 yield group, at, self._local[rows[at]]
 
 
 class _Group:
-    appearance = None  # an Appearance with a row for each robot of the group; None: all look as usual
+    """The robots with one scene."""
+
+    appearance = None  # an Appearance with a row for each robot of the group; None: the standard one for all
 
     def __init__(self, scene: Scene, num_envs: int, threads: int, video_renderer: str):
         self._scene, self._num_envs, self._threads, self.video_renderer = scene, num_envs, threads, video_renderer
@@ -175,11 +177,11 @@ class _Group:
         model = self.physics.model
         self.has_screen = any(model.geom(i).name == SCREEN for i in range(model.ngeom))
         objects, clutter = [thing.name for thing in scene.objects], [thing.name for thing in scene.clutter]
-        # where the poses [k, 7] and velocities [k, 3] of the objects are in qpos and qvel
+        # indices of the objects' poses [k, 7] in qpos and of their velocities [k, 3] in qvel
         positions, speeds = _addresses(model, objects)
         self.poses, self.velocities = positions[:, None] + np.arange(7), speeds[:, None] + np.arange(3)
         self.clutter = _addresses(model, clutter)[0][:, None] + np.arange(7)
-        # the same [m] of the joints inside the objects, and how far those go
+        # indices [m] of the joints inside the objects, and their travel
         self.mechanisms, self.mechanism_speeds = _addresses(model, scene.mechanisms)
         self.travel = np.array([model.joint(name).range[1] for name in scene.mechanisms])
 
@@ -200,8 +202,8 @@ class _Group:
             self._painter = MujocoRenderer(self.physics.model, self._scene.marker)
         return self._painter
 
-    def seen(self, rows) -> tuple:
-        """Joint positions and looks of robots, to draw them."""
+    def render_inputs(self, rows) -> tuple:
+        """Joint positions and appearance of robots."""
         return self.physics.qpos(rows), None if self.appearance is None else self.appearance.rows(rows)
 
     def own_appearance(self):
@@ -225,7 +227,7 @@ def _addresses(model, joints: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 class _Physics:
     """N copies of one MuJoCo model, advanced by `mujoco.rollout`. A row of `state` `[N, nstate]` determines a robot's
-    future, whatever processes and threads: no warm start. `touched` `[N]`: did a sensor fire in the last step?"""
+    future in any process and thread (no warm start). `touched` `[N]`: a sensor detected contact in the last step."""
 
     def __init__(self, model, num_envs: int, threads: int):
         mujoco = load_mujoco()
@@ -234,7 +236,7 @@ class _Physics:
         self._control_spec = mujoco.mjtState.mjSTATE_CTRL.value
         threads = min(threads, num_envs)
         self._rollout = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
-        self._models = [model] * num_envs  # one for all, until a robot gets a friction of its own
+        self._models = [model] * num_envs  # shared until a robot gets its own friction
         self._own_models = False
         self._data = [mujoco.MjData(model) for _ in range(threads)]
 
@@ -266,7 +268,7 @@ class _Physics:
         self._models[row].geom_friction[:, 0] = factor * self.model.geom_friction[:, 0]
 
     def advance(self, rows: np.ndarray, control: np.ndarray) -> None:
-        """One control step of the robots `rows` `[n]` under motor targets `[n, nu]`."""
+        """Advance the robots `rows` `[n]` by one control step with motor targets `[n, nu]`."""
         n = len(rows)
         self._control[:n] = control[:, None]
         trajectory, sensed = self._trajectory[:n], self._sensed[:n]

@@ -1,8 +1,8 @@
-"""Action chunks by denoising, with the log-probability of what was drawn (formulas.md, section 1).
+"""FlowChain: samples action chunks by denoising and computes the log-probability of the samples.
 
 Time runs from 1 (noise) to 0 (action) in K steps of h = 1/K; the network predicts the velocity v = eps - a. A step
-follows the ODE, x' = x - h v, or draws x' from a normal (the kernel) and is scored. Densities are normalised actions'.
-In FPO every step follows the ODE, and the flow-matching loss of the action at S drawn points stands for a log-prob.
+follows the ODE, x' = x - h v, or draws x' from a normal (the kernel) and is scored, in the space of normalised actions.
+In FPO every step follows the ODE, and the flow-matching loss of the action at S sampled points replaces the log-prob.
 Letters: B decisions, K denoising steps, S of them scored, H steps of a chunk, C of them executed, A action dims."""
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from sparring.policies.actor_critic import LOG_SQRT_2PI, EncodedPolicy
 from sparring.policies.configs import OF_ONE_METHOD, DenoisingConfig
 from sparring.policies.policy import Loss, executed_mask
 
-# what `denoise` needs of the observations, a row per decision: a Tensor, or a TensorDict with `features` [B, F]
+# encoded observations for `denoise`, one row per decision: a Tensor, or a TensorDict with `features` [B, F]
 Prefix = Any
 Normal = tuple[torch.Tensor, torch.Tensor]  # mean and std of the next state, both broadcastable to [B, S, H, A]
 
 
 class FlowChain(EncodedPolicy):
-    """Base of all policies that denoise. A subclass has a `critic`, `encode`, and `denoise`, which runs every step."""
+    """Base of all denoising policies. A subclass has a `critic`, `encode` (once per decision), `denoise` (per step)."""
 
     config: DenoisingConfig
 
     def __init__(self, config: DenoisingConfig, spec: EnvSpec, chunk: int, noise_inputs: int, normalize_actions: bool):
-        """`noise_inputs`: numbers of a decision that learned noise depends on (`_noise_condition`)."""
+        """`noise_inputs`: size of the input of the learned noise (`_noise_condition`)."""
         super().__init__()
         self.config, self.chunk, self.horizon = config, chunk, config.horizon or chunk
         _check_settings(config, spec, chunk)
@@ -52,14 +52,14 @@ class FlowChain(EncodedPolicy):
         else:
             self.kernel = _FlowSDE(steps, config.noise_level)
         self.learns_entropy = self.kernel.learns_noise
-        # imitation knows no noise net, nor do other methods
+        # imitation and other methods do not train a noise net, so pretrained weights may lack it
         self.may_be_new = ("kernel.net.",) if self.kernel.learns_noise else ()
         self.actions = Normalizer(self.action_dim) if normalize_actions else None
 
-        # all steps are scored; in flow_sde_one_step one drawn step; in denoising_mdp the last ones, each an action
+        # all steps are scored; in flow_sde_one_step one random step; in denoising_mdp the last ones, each as an action
         self.scored_steps = self.sampling_steps
-        self.draws_the_step = config.method == "flow_sde_one_step"
-        if self.draws_the_step:
+        self.random_step = config.method == "flow_sde_one_step"
+        if self.random_step:
             self.scored_steps = 1
         elif self.is_fpo:
             self.scored_steps = config.loss_samples
@@ -69,10 +69,10 @@ class FlowChain(EncodedPolicy):
             powers = torch.arange(self.scored_steps - 1, -1, -1, dtype=torch.float64)
             self._step_weights = nn.Buffer(config.denoising_discount ** powers.float(), persistent=False)
         self.scores_all = self.scored_steps == self.sampling_steps and not self.is_fpo
-        # the start, one draw for each scored step, and what chooses the step or the times
+        # noise of the start and of each scored step; then numbers that select the random step, or the times of FPO
         self.start_size = self.horizon * self.action_dim
         self.draws = (1 + self.scored_steps) * self.start_size
-        self.noise_size = self.draws + (self.scored_steps if self.is_fpo else int(self.draws_the_step))
+        self.noise_size = self.draws + (self.scored_steps if self.is_fpo else int(self.random_step))
 
     @property
     def step_weights(self) -> torch.Tensor | None:
@@ -80,10 +80,10 @@ class FlowChain(EncodedPolicy):
 
     @torch.no_grad()
     def act(self, td: TensorDict) -> TensorDict:
-        """The actions are not clipped (the env clips them to what it accepts), and carry no autograd graph."""
-        return self._act_by(self.encode, self.denoise, td)
+        """Add actions that are not clipped (the env clips them) and carry no autograd graph."""
+        return self._act_with(self.encode, self.denoise, td)
 
-    def _act_by(self, encode: Callable, denoise: Callable, td: TensorDict) -> TensorDict:
+    def _act_with(self, encode: Callable, denoise: Callable, td: TensorDict) -> TensorDict:
         features, prefix = encode(td)
         noise = td.get("noise", None)
         if noise is None:
@@ -109,7 +109,7 @@ class FlowChain(EncodedPolicy):
         draws = torch.special.ndtri(noise[:, : self.draws]).view(batch, -1, self.horizon, self.action_dim)
         if self.is_fpo:
             return self._sample_points(denoise, prefix, draws, times=noise[:, self.draws :])
-        if self.draws_the_step:  # [B]: the first of the S scored steps
+        if self.random_step:  # `first` [B]: the first of the S scored steps
             first = (noise[:, self.draws] * self.sampling_steps).long().clamp_max(self.sampling_steps - 1)
         else:
             first = torch.full((batch,), self.sampling_steps - self.scored_steps, device=prefix.device)
@@ -117,33 +117,33 @@ class FlowChain(EncodedPolicy):
         mean, std = torch.empty_like(draws[:, 1:]), torch.empty_like(draws[:, 1:])
         for step in range(self.sampling_steps):
             velocity = denoise(x, self._time_of(step, x), prefix)
-            following = self._ode_step(x, velocity)
-            # which decisions are scored at this step, and as which of their S
-            rows = (first == step).nonzero()[:, 0] if self.draws_the_step else slice(None)
-            place = 0 if self.draws_the_step else step - (self.sampling_steps - self.scored_steps)
-            before = x[rows]
-            if place >= 0 and len(before):
-                here = torch.full((len(before), 1), step, device=x.device)
-                centre, spread = self.kernel(before[:, None], velocity[rows][:, None], here, condition[rows])
-                centre, spread = centre[:, 0], spread[:, 0].expand_as(before)
-                states[rows, place], mean[rows, place], std[rows, place] = before, centre, spread
-                following[rows] = states[rows, place + 1] = centre + spread * draws[rows, place + 1]
-            x = following
+            next_x = self._ode_step(x, velocity)
+            # the decisions with a scored step here, and its index among their S scored steps
+            rows = (first == step).nonzero()[:, 0] if self.random_step else slice(None)
+            index = 0 if self.random_step else step - (self.sampling_steps - self.scored_steps)
+            state = x[rows]
+            if index >= 0 and len(state):
+                steps = torch.full((len(state), 1), step, device=x.device)
+                centre, spread = self.kernel(state[:, None], velocity[rows][:, None], steps, condition[rows])
+                centre, spread = centre[:, 0], spread[:, 0].expand_as(state)
+                states[rows, index], mean[rows, index], std[rows, index] = state, centre, spread
+                next_x[rows] = states[rows, index + 1] = centre + spread * draws[rows, index + 1]
+            x = next_x
         trace = {"states": states, "first": first, "mean": self._executable(mean)}
         return x, trace | ({"std": self._executable(std)} if self.kernel.learns_noise else {})
 
     def _sample_points(self, denoise: Callable, prefix: Prefix, draws: torch.Tensor, times: torch.Tensor):
-        """The action by the ODE, and what the velocity is at points between it and other noises."""
+        """FPO: the action by the ODE, and the velocity at points between the action and S noises."""
         x = self._follow_ode(denoise, prefix, draws[:, 0])
         # S noises, and the action as the last state
         trace = {"states": torch.cat([draws[:, 1:], x[:, None]], 1), "times": times}
         points, _ = self._transitions(trace)
-        # one call per point: acting graphs keep the prefix of B decisions, and reuse their output
+        # one call per point: CUDA graphs are recorded for B decisions, and overwrite their output in the next call
         velocity = [denoise(points[:, i], times[:, i], prefix).clone() for i in range(self.scored_steps)]
         return x, trace | {"mean": self._executable(torch.stack(velocity, 1))}
 
     def _transitions(self, trace) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the velocity is taken of, and what the kernel's normals score; both [B, S, H, A]."""
+        """The inputs of the velocity, and the states that the kernel's normals score; both [B, S, H, A]."""
         states = trace["states"]
         if not self.is_fpo:
             return states[:, :-1], states[:, 1:]
@@ -183,14 +183,14 @@ class FlowChain(EncodedPolicy):
         return TensorDict(scored, td.batch_size)
 
     def _score(self, prefix: Prefix, trace: TensorDict):
-        """The normals [B, C, S, A] of what was drawn, and how likely it is; all steps in one pass of the network."""
+        """Mean and std [B, C, S, A] of the drawn states, and their log-probs; one network pass for all steps."""
         before, after = self._transitions(trace)
-        # [B, S]; the kernel of FPO knows no steps
+        # [B, S]; the kernel of FPO ignores `steps`
         steps = trace["times"] if self.is_fpo else self._steps_from(trace["first"])
         times = steps if self.is_fpo else self.times[steps]
-        each = prefix if self.scored_steps == 1 else prefix.repeat_interleave(self.scored_steps, 0)
+        repeated = prefix if self.scored_steps == 1 else prefix.repeat_interleave(self.scored_steps, 0)
         # [B, S, H, A] -> [B*S, H, A] -> [B, S, H, A]
-        velocity = self.denoise(before.flatten(0, 1), times.flatten(), each).view_as(before)
+        velocity = self.denoise(before.flatten(0, 1), times.flatten(), repeated).view_as(before)
         mean, std = self.kernel(before, velocity, steps, self._noise_condition(prefix))
         mean, std = self._executable(mean), self._executable(std.expand_as(mean))
         return mean, std, _Terms.of(mean, std, self._executable(after))
@@ -202,7 +202,7 @@ class FlowChain(EncodedPolicy):
         return x[:, :, : self.chunk].transpose(1, 2)  # [B, S, H, A] -> [B, C, S, A]
 
     def _reduced(self, terms: torch.Tensor, td: TensorDict, over_steps: bool = False) -> torch.Tensor:
-        """Over the positions that were executed, and the steps, unless each is an action of its own; float64."""
+        """Reduce over executed positions, and over steps unless each is a separate action (denoising_mdp); float64."""
         mask = executed_mask(td, self.chunk)
         # [B, C, S] -> [B, S]
         total, count = (terms * mask[..., None]).sum(1), mask.sum(1, keepdim=True) * self.action_dim
@@ -211,15 +211,15 @@ class FlowChain(EncodedPolicy):
         return total / count if self.config.reduction == "mean" else total
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, Prefix]:
-        """Features for the critic, and what `denoise` reads: both of the observations of `td [B]` alone."""
+        """Features for the critic, and the prefix for `denoise`; both depend only on the observations of `td [B]`."""
         raise NotImplementedError
 
     def denoise(self, x: torch.Tensor, t: torch.Tensor, prefix: Prefix) -> torch.Tensor:
-        """[B, H, A], [B] -> the velocity [B, H, A] in float32."""
+        """Noisy chunks [B, H, A] at times [B] -> velocity [B, H, A] in float32."""
         raise NotImplementedError
 
     def value_of(self, features: torch.Tensor, td: TensorDict) -> torch.Tensor:
-        """V, [B]; its gradient does not reach the features."""
+        """V, [B]; no gradient reaches the features."""
         return self.critic(features.detach(), td)
 
     def value(self, td: TensorDict) -> torch.Tensor:
@@ -238,19 +238,19 @@ class FlowChain(EncodedPolicy):
         return loss, {"flow_matching": loss.detach()}
 
     def _points(self, td: TensorDict, generator: torch.Generator) -> "_PathPoints":
-        """Points on the way from noise to demonstrated actions, x_t = t eps + (1 - t) a, at t ~ Beta(1.5, 1)."""
+        """Points between noise and demonstrated actions, x_t = t eps + (1 - t) a, at t ~ Beta(1.5, 1)."""
         action = td["action"][..., : self.action_dim]
         action = self.actions(action) if self.actions is not None else action
         noise = torch.randn(action.shape, generator=generator, device=generator.device).to(action.device)
         # the inverse of Beta(1.5, 1)'s distribution function, t^1.5
         t = torch.rand(len(action), generator=generator, device=generator.device).to(action.device) ** (1 / 1.5)
-        along = t[:, None, None]
-        x = along * noise + (1 - along) * action
+        weight = t[:, None, None]
+        x = weight * noise + (1 - weight) * action
         return _PathPoints(x, t, noise - action, td["valid"][..., None].float())
 
 
 class _FlowSDE(nn.Module):
-    """Flow-SDE: the ODE's marginals, with noise of level eta. No weights: the policy is the velocity alone."""
+    """Flow-SDE: the same marginals as the ODE, with noise of level eta. It has no weights."""
 
     learns_noise = False
 
@@ -258,23 +258,23 @@ class _FlowSDE(nn.Module):
         super().__init__()
         k, h = torch.arange(steps, dtype=torch.float64), 1.0 / steps
         t = 1.0 - k / steps
-        # sigma_t = eta sqrt(t / (1 - t)); at t = 1 the next grid point's 1 - t
+        # sigma_t = eta sqrt(t / (1 - t)); at t = 1 the divisor is the 1 - t of the next grid point, h
         sigma2 = level**2 * t / torch.where(k == 0, torch.full_like(t, h), 1.0 - t)
         after = t - h
         # mu = a_hat (1 - (t - h)) + eps_hat (t - h - sigma^2 h / 2t) with a_hat = x - t v and eps_hat = x + (1 - t) v
         noise_share = after - sigma2 * h / (2.0 * t)
-        self.of_x = nn.Buffer(((1.0 - after) + noise_share).float(), persistent=False)
-        self.of_v = nn.Buffer((-t * (1.0 - after) + (1.0 - t) * noise_share).float(), persistent=False)
+        self.x_factor = nn.Buffer(((1.0 - after) + noise_share).float(), persistent=False)
+        self.v_factor = nn.Buffer((-t * (1.0 - after) + (1.0 - t) * noise_share).float(), persistent=False)
         self.std = nn.Buffer((sigma2 * h).sqrt().float(), persistent=False)
 
     def forward(self, x: torch.Tensor, velocity: torch.Tensor, step: torch.Tensor, condition: torch.Tensor) -> Normal:
-        # [B, S, H, A], the same, [B, S] -> [B, S, 1, 1]
-        of_x, of_v, std = (values[step][..., None, None] for values in (self.of_x, self.of_v, self.std))
-        return of_x * x + of_v * velocity, std
+        # x and velocity [B, S, H, A]; factors [B, S, 1, 1]
+        x_factor, v_factor, std = (values[step][..., None, None] for values in (self.x_factor, self.v_factor, self.std))
+        return x_factor * x + v_factor * velocity, std
 
 
 class _FlowNoise(nn.Module):
-    """Flow-Noise: the ODE's step plus learned noise, kept between two bounds. It has an entropy."""
+    """Flow-Noise: the ODE's step plus learned noise with bounded std. Its entropy can be trained."""
 
     learns_noise = True
 
@@ -282,23 +282,23 @@ class _FlowNoise(nn.Module):
         super().__init__()
         self.steps, self.size, self.shape = steps, 1.0 / steps, (horizon, action_dim)
         low, high = torch.tensor(bounds, dtype=torch.float64).log().tolist()
-        self.middle, self.reach = (low + high) / 2, (high - low) / 2
+        self.middle, self.half_range = (low + high) / 2, (high - low) / 2
         hidden, output = nn.Linear(width + steps, 64), nn.Linear(64, horizon * action_dim)
         self.net = nn.Sequential(hidden, nn.SiLU(), output)
         nn.init.zeros_(output.weight)
         nn.init.zeros_(output.bias)
 
     def forward(self, x: torch.Tensor, velocity: torch.Tensor, step: torch.Tensor, condition: torch.Tensor) -> Normal:
-        which = nn.functional.one_hot(step, self.steps).to(condition.dtype)  # [B, S, K], beside a condition [B, W]
-        inputs = torch.cat([condition[:, None].expand(-1, step.shape[1], -1), which], -1)
-        log_std = self.middle + self.reach * torch.tanh(self.net(inputs).float())
+        one_hot = nn.functional.one_hot(step, self.steps).to(condition.dtype)  # [B, S, K]; the condition is [B, W]
+        inputs = torch.cat([condition[:, None].expand(-1, step.shape[1], -1), one_hot], -1)
+        log_std = self.middle + self.half_range * torch.tanh(self.net(inputs).float())
         return torch.sub(x, velocity, alpha=self.size), log_std.exp().unflatten(-1, self.shape)
 
 
 class _FlowMatching(nn.Module):
-    """FPO: the log of a ratio is how much the flow-matching loss fell, `mean_i |v_old - u_i|^2 - |v - u_i|^2`.
-    That is a difference of log-probs of u_i = eps_i - a under normals around v with variance S/2 (1/2 where dims and
-    points are averaged anyway), so that everything else is as with the other kernels."""
+    """FPO: the log ratio is the decrease of the flow-matching loss, `mean_i |v_old - u_i|^2 - |v - u_i|^2`.
+    This equals a difference of log-probs of u_i = eps_i - a under normals with mean v and variance S/2 (1/2 if dims and
+    points are averaged anyway), so FPO can be written as a kernel like the others."""
 
     learns_noise = False
 
@@ -312,9 +312,9 @@ class _FlowMatching(nn.Module):
 
 @dataclass
 class _Terms:
-    """How likely the states of a decision are: one number per position and scored step, summed over dims; [B, C, S]."""
+    """Log-probs of a decision's states per position and scored step, summed over dims; [B, C, S]."""
 
-    # float64: a sum of thousands of terms in float32 is off by more than what a ratio may be off
+    # float64: in float32, rounding errors of sums of thousands of terms would exceed the tolerance of a ratio
     log_prob: torch.Tensor
     entropy: torch.Tensor
     squares: torch.Tensor
@@ -322,7 +322,7 @@ class _Terms:
 
     @classmethod
     def of(cls, mean: torch.Tensor, std: torch.Tensor, state: torch.Tensor) -> "_Terms":
-        """All [B, C, S, A]; a std may be smaller."""
+        """All arguments are [B, C, S, A]; `std` may be broadcast."""
         squares = ((state - mean) / std).square().sum(-1, dtype=torch.float64)
         volume = (std.log() + LOG_SQRT_2PI).expand_as(mean).sum(-1, dtype=torch.float64)
         return cls(-0.5 * squares - volume, volume + 0.5 * mean.shape[-1], squares, mean.shape[-1])
@@ -356,20 +356,20 @@ def _learns_noise(config: DenoisingConfig) -> bool:
 
 def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
     if spec.discrete_actions:
-        name = config.name  # type: ignore[attr-defined]  # the config of every policy has one
-        raise UserError(f"policy.name={name} draws continuous actions, the env takes one of several; use actor_critic")
+        name = config.name  # type: ignore[attr-defined]  # every policy's config has a name
+        raise UserError(f"policy.name={name} needs continuous actions, but the env's are discrete; use actor_critic")
     if config.horizon is not None and config.horizon < chunk:
-        raise UserError(f"policy.horizon={config.horizon} is shorter than rollout.action_steps={chunk}; give as many")
+        raise UserError(f"policy.horizon={config.horizon} is shorter than rollout.action_steps={chunk}; increase it")
     defaults = {name: field.default for name, field in DenoisingConfig.model_fields.items()}
     for method, names in OF_ONE_METHOD.items():
         unread = [] if method == config.method else [name for name in names if getattr(config, name) != defaults[name]]
         if unread:
             given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
-            advice = "leave it out, or set that method"
+            advice = "remove it, or set that method"
             raise UserError(f"{given}: only policy.method={method} reads it, not {config.method}; {advice}")
     low, high = config.noise_range
     if not 0 < low < high:
-        raise UserError(f"policy.noise_range={[low, high]}: expected 0 < least < most")
+        raise UserError(f"policy.noise_range={[low, high]}: expected 0 < lowest < highest")
     is_learned = _learns_noise(config)
     for name, is_read in (("noise_level", not is_learned), ("noise_range", is_learned)):
         value, default = (list(v) if isinstance(v, tuple) else v for v in (getattr(config, name), defaults[name]))
@@ -381,5 +381,5 @@ def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
         reads = "adds no noise to denoising steps" if config.method == "fpo" else reads
         raise UserError(f"policy.{name}={value}: {method} {reads}; leave it at {default}, or set another method")
     if config.denoising_steps is not None and config.denoising_steps > config.sampling_steps:
-        most = f"policy.sampling_steps={config.sampling_steps}"
-        raise UserError(f"policy.denoising_steps={config.denoising_steps} is more than the {most} that there are")
+        limit = f"policy.sampling_steps={config.sampling_steps}"
+        raise UserError(f"policy.denoising_steps={config.denoising_steps} is more than {limit}; set at most that many")

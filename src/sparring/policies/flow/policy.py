@@ -1,4 +1,4 @@
-"""The flow policy: a transformer denoises action chunks, conditioned on encoded observations.
+"""FlowPolicy: a transformer denoises action chunks, conditioned on encoded observations.
 
 Letters: B decisions, H steps of a chunk, A action dims, F features, W width."""
 
@@ -17,7 +17,7 @@ from sparring.policies.encoders import ObservationEncoder, self_attention
 from sparring.policies.flow.chain import FlowChain
 from sparring.policies.policy import Loss
 
-_LONGEST_STRIDE = 0.2  # of the time from 0 to 1, in one step of the consistency term
+_LONGEST_STRIDE = 0.2  # largest time step of the consistency term; time runs from 0 to 1
 
 
 class FlowPolicy(FlowChain):
@@ -25,10 +25,10 @@ class FlowPolicy(FlowChain):
 
     def __init__(self, config: FlowConfig, spec: EnvSpec, chunk: int):
         if config.width % config.heads:
-            raise UserError(f"policy.width={config.width} cannot be split over policy.heads={config.heads}")
+            raise UserError(f"policy.width={config.width} must be a multiple of policy.heads={config.heads}")
         if config.consistency and config.method == "fpo":
-            why = "policy.method=fpo scores the velocity along the path; a policy with this term acts by another one"
-            raise UserError(f"policy.consistency={config.consistency}: {why}; leave it out, or set another method")
+            why = "policy.method=fpo scores the velocity along the path, but with this term a policy acts with another"
+            raise UserError(f"policy.consistency={config.consistency}: {why}; set it to 0, or set another method")
         super().__init__(config, spec, chunk, config.width, config.normalize_actions)
         self.encoder = ObservationEncoder(config, spec)
         self.condition = nn.Linear(self.encoder.size, config.width)
@@ -37,7 +37,7 @@ class FlowPolicy(FlowChain):
         self.aim: nn.Parameter | None = None
         if config.consistency:
             self.target = copy.deepcopy(self.velocity).requires_grad_(False)
-            # added to the condition where the velocity is to point at the end of the path, not along it
+            # added to the condition to request the velocity towards the end of the path instead of along it
             self.aim = nn.Parameter(torch.randn(config.width) * 0.02)
         self.critic = Critic(config, spec, self.encoder.size, config.normalize_observations)
         self.in_keys = [*self.encoder.in_keys, *self.critic.in_keys, *self.trace_keys]
@@ -60,11 +60,11 @@ class FlowPolicy(FlowChain):
         loss = points.mean((self.denoise(points.x, points.t, condition) - points.velocity).square())
         metrics = {"flow_matching": loss.detach()}
         if self.target is not None and self.aim is not None:
-            to_the_end = condition + self.aim
-            velocity = self.denoise(points.x, points.t, to_the_end)
-            end = self._later_end(self.target, points.x, points.t, condition, to_the_end, generator)
-            aimed = (points.x - end) / points.t[:, None, None].clamp_min(1e-3)
-            consistency = points.mean((velocity - aimed).square())
+            end_condition = condition + self.aim
+            velocity = self.denoise(points.x, points.t, end_condition)
+            end = self._target_end(self.target, points.x, points.t, condition, end_condition, generator)
+            target_velocity = (points.x - end) / points.t[:, None, None].clamp_min(1e-3)
+            consistency = points.mean((velocity - target_velocity).square())
             loss = loss + self.config.consistency * consistency
             metrics["consistency"] = consistency.detach()
         return loss, metrics
@@ -84,20 +84,20 @@ class FlowPolicy(FlowChain):
         return velocity.float()
 
     @torch.no_grad()
-    def _later_end(self, target: nn.Module, x, t, condition, to_the_end, generator: torch.Generator) -> torch.Tensor:
-        """Where the slow network gets from a point a little further along the path: this one must get there too."""
+    def _target_end(self, target: nn.Module, x, t, condition, end_condition, generator) -> torch.Tensor:
+        """The end of the path that the target network (an EMA) predicts from a point slightly further along it."""
         target.eval()
-        for slow, fast in zip(target.parameters(), self.velocity.parameters(), strict=True):
-            slow.lerp_(fast, 1 - self.config.target_decay)
+        for average, current in zip(target.parameters(), self.velocity.parameters(), strict=True):
+            average.lerp_(current, 1 - self.config.target_decay)
         uniform = torch.rand(len(t), generator=generator, device=generator.device).to(t.device)
         stride = torch.minimum(t, _LONGEST_STRIDE * uniform)
         later = t - stride
         x = x - stride[:, None, None] * self._run(target, x, t, condition)
-        return x - later[:, None, None] * self._run(target, x, later, to_the_end)
+        return x - later[:, None, None] * self._run(target, x, later, end_condition)
 
 
 class _ActionTransformer(nn.Module):
-    """(noisy chunk, time, condition) -> one vector per step of the chunk (a DiT). A fresh one answers zero."""
+    """(noisy chunk, time, condition) -> one vector per step of the chunk (a DiT). Initially returns zeros."""
 
     def __init__(self, config: FlowConfig, horizon: int, action_dim: int):
         super().__init__()
@@ -111,7 +111,7 @@ class _ActionTransformer(nn.Module):
         self.output = _zeroed(nn.Linear(width, action_dim))
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        tokens = self.input(x) + self.position  # [B, H, W], for an answer [B, H, A]
+        tokens = self.input(x) + self.position  # [B, H, A] -> [B, H, W]
         condition = nn.functional.silu(self.time(t) + condition)[:, None]  # [B, 1, W]
         for block in self.blocks:
             tokens = block(tokens, condition)
@@ -120,7 +120,7 @@ class _ActionTransformer(nn.Module):
 
 
 class _DiTBlock(nn.Module):
-    """Attention and an MLP, both shifted, scaled and gated by the condition. A fresh one changes nothing."""
+    """Attention and an MLP, both shifted, scaled and gated by the condition. Initially the identity."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -141,7 +141,7 @@ class _DiTBlock(nn.Module):
 
 
 class _TimeEmbedding(nn.Module):
-    """A time in [0, 1] as sines of many wavelengths, then an MLP."""
+    """Embeds a time in [0, 1] as sines and cosines of many frequencies, followed by an MLP."""
 
     def __init__(self, width: int):
         super().__init__()

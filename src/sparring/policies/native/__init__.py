@@ -1,1 +1,1 @@
-"""A vision-language-action model of our own, of pi0's shape."""
+"""Sparring's own vision-language-action model, with pi0's architecture."""

@@ -11,7 +11,7 @@ from sparring.policies.configs import CriticConfig, DenoisingConfig, LoraConfig
 
 @dataclass(frozen=True)
 class Sizes:
-    """All sizes that the weights' shapes follow from; each is a key of the `policy` section."""
+    """All sizes that determine the shapes of the weights; each is a key of the `policy` section."""
 
     image_size: int
     patch_size: int
@@ -41,8 +41,8 @@ class Sizes:
         for whole, part in (("vision_width", "vision_heads"), ("image_size", "patch_size"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):
                 first, second = f"{whole}={getattr(self, whole)}", f"{part}={getattr(self, part)}"
-                why = "make the first a multiple of the second"
-                raise UserError(f"policy.{first} cannot be split into policy.{second}; {why}")
+                advice = "make the first a multiple of the second"
+                raise UserError(f"policy.{first} cannot be split into policy.{second}; {advice}")
 
 
 _PRESETS = {  # tiny, small, pi0
@@ -70,57 +70,59 @@ PRESETS = {
 
 
 class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
-    """A vision-language-action model of pi0's shape: a prefix of images and words, and an expert that denoises."""
+    """A vision-language-action model like pi0: a prefix of images and text, and an action expert that denoises."""
 
     name: str = Field("native_vla", description="which policy: native_vla, flow, or your.module:Class")
     preset: Literal["tiny", "small", "pi0"] = Field(
-        "tiny", description="sizes of what is null below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B"
+        "tiny", description="defaults of the sizes below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B"
     )
-    model_path: str | None = Field(None, description="folder of weights saved here, or transformers' pi0; null: fresh")
+    model_path: str | None = Field(None, description="folder of save_model, or transformers' pi0; null: fresh weights")
     tokenizer: str | None = Field(None, description="folder with tokenizer.json, or bytes; null: checkpoint's or bytes")
     horizon: int | None = Field(None, gt=0, description="planned steps; null: pi0's chunk_size or rollout.action_steps")
     sampling_steps: int | None = Field(  # type: ignore[assignment]
-        None, gt=0, description="denoising steps of a decision; null: a pi0 checkpoint's num_inference_steps, else 4"
+        None, gt=0, description="denoising steps per decision; null: a pi0 checkpoint's num_inference_steps, else 4"
     )
-    text_tokens: int = Field(256, gt=0, description="tokens that an instruction may have")
+    text_tokens: int = Field(256, gt=0, description="maximum number of tokens of an instruction")
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of the network; what does not learn is kept in it too; densities are fp32 or finer"
+        "fp32", description="dtype of computations and of frozen weights; log-probs: fp32 or finer"
     )
-    fast: bool | None = Field(None, description="act by compiled CUDA graphs; null: on a GPU in bf16; never to score")
+    fast: bool | None = Field(None, description="act (not score) with compiled CUDA graphs; null: on a GPU in bf16")
     frozen: tuple[str, ...] = Field((), description="patterns of the names of weights that do not learn, e.g. vision.*")
     normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
-    normalize_actions: bool = Field(True, description="denoise in the space the demonstrations are normalised to")
-    memory_size: int = Field(0, ge=0, description="numbers remembered of an episode, told as a token; 0: none")
-    image_size: int | None = Field(None, gt=0, description="images are resized to so many pixels; null: preset's")
-    patch_size: int | None = Field(None, gt=0, description="pixels of a patch, a token each; null: the preset's")
-    vision_width: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
-    vision_layers: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
-    vision_heads: int | None = Field(None, gt=0, description="of the vision encoder; null: the preset's")
-    vision_mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
-    vocabulary: int | None = Field(None, gt=0, description="tokens that have an embedding; null: the preset's")
-    width: int | None = Field(None, gt=0, description="of the transformer over images and words; null: the preset's")
-    mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
-    layers: int | None = Field(None, gt=0, description="of this transformer and the expert; null: the preset's")
+    normalize_actions: bool = Field(True, description="denoise actions normalised by the demonstrations' statistics")
+    memory_size: int = Field(0, ge=0, description="size of the memory of an episode, an extra token; 0: no memory")
+    image_size: int | None = Field(None, gt=0, description="images are resized to this side; null: the preset's")
+    patch_size: int | None = Field(None, gt=0, description="side of an image patch (one token); null: the preset's")
+    vision_width: int | None = Field(None, gt=0, description="width of the vision encoder; null: the preset's")
+    vision_layers: int | None = Field(None, gt=0, description="layers of the vision encoder; null: the preset's")
+    vision_heads: int | None = Field(None, gt=0, description="attention heads of the vision encoder; null: preset's")
+    vision_mlp: int | None = Field(None, gt=0, description="MLP width of the vision encoder; null: the preset's")
+    vocabulary: int | None = Field(None, gt=0, description="number of token embeddings; null: the preset's")
+    width: int | None = Field(None, gt=0, description="width of the language model; null: the preset's")
+    mlp: int | None = Field(None, gt=0, description="MLP width of the language model; null: the preset's")
+    layers: int | None = Field(None, gt=0, description="layers of language model and expert; null: the preset's")
     heads: int | None = Field(None, gt=0, description="attention heads of both; null: the preset's")
     kv_heads: int | None = Field(None, gt=0, description="heads of keys and values, shared; null: the preset's")
-    head_dim: int | None = Field(None, gt=0, multiple_of=2, description="numbers of a head; null: the preset's")
-    expert_width: int | None = Field(None, gt=0, multiple_of=2, description="of the action expert; null: the preset's")
-    expert_mlp: int | None = Field(None, gt=0, description="width within its MLPs; null: the preset's")
-    max_state_dim: int | None = Field(None, gt=0, description="what a state is padded to; null: the preset's")
-    max_action_dim: int | None = Field(None, gt=0, description="what an action is padded to; null: the preset's")
+    head_dim: int | None = Field(None, gt=0, multiple_of=2, description="size of a head; null: the preset's")
+    expert_width: int | None = Field(
+        None, gt=0, multiple_of=2, description="width of the action expert; null: the preset's"
+    )
+    expert_mlp: int | None = Field(None, gt=0, description="MLP width of the action expert; null: the preset's")
+    max_state_dim: int | None = Field(None, gt=0, description="states are padded to this size; null: the preset's")
+    max_action_dim: int | None = Field(None, gt=0, description="actions are padded to this size; null: the preset's")
 
     def sizes(self, saved: Sizes | None = None) -> Sizes:
-        """Those of the preset or of `saved` weights; the config may change the preset's, and give weights a memory."""
+        """Sizes of the preset or of `saved` weights. The config may change the preset, and add a memory to both."""
         given = {field.name: getattr(self, field.name) for field in fields(Sizes) if field.name != "memory_size"}
         given = {name: size for name, size in given.items() if size is not None}
         if saved is None:
             return replace(PRESETS[self.preset], memory_size=self.memory_size, **given)
         wrong = {name: size for name, size in given.items() if size != getattr(saved, name)}
         if wrong:
-            listed = ", ".join(f"policy.{name}={size} (there {getattr(saved, name)})" for name, size in wrong.items())
-            advice = "leave it out"
-            raise UserError(f"{listed}: not the sizes of the weights in policy.model_path={self.model_path}; {advice}")
+            listed = ", ".join(f"policy.{name}={size} (saved: {getattr(saved, name)})" for name, size in wrong.items())
+            advice = "remove the setting"
+            raise UserError(f"{listed} does not match the weights in policy.model_path={self.model_path}; {advice}")
         if saved.memory_size not in (0, self.memory_size):
-            reads = f"the weights in policy.model_path={self.model_path} read {saved.memory_size} numbers of memory"
-            raise UserError(f"policy.memory_size={self.memory_size}, but {reads}; set that")
+            expected = f"the weights in policy.model_path={self.model_path} need memory_size={saved.memory_size}"
+            raise UserError(f"policy.memory_size={self.memory_size}, but {expected}; set that value")
         return replace(saved, memory_size=self.memory_size)

@@ -1,1 +1,1 @@
-"""Pretrained vision-language-action models of anybody's, behind the one Policy interface."""
+"""Custom pretrained vision-language-action models as policies."""

@@ -1,4 +1,4 @@
-"""From a checkpoint and a class to a model that is ready to be trained, or an error that says why not."""
+"""Loads a custom VLA model from a class and a checkpoint; every mismatch is an error that explains the fix."""
 
 import difflib
 import inspect
@@ -26,12 +26,12 @@ from sparring.policies.weights import (
 )
 from sparring.processes.memory import explain_oom, oom_message
 
-# of a Hugging Face config.json, not for constructors
+# keys of a Hugging Face config.json that are no constructor arguments
 _NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")
-# what a constructor may raise where it does not fit what it is given
+# exceptions of a constructor that does not fit its arguments
 _CONSTRUCTOR_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# methods of a model, and of one with a flow head
+# the methods of the documented interface, and of a flow head
 _DOCUMENTED = {
     "forward": "forward(observations) -> [B, action_dim]",
     "get_value": "get_value(observations) -> [B, 1]",
@@ -52,34 +52,34 @@ def load_vla_model(
     dtype: str | None = None,
     device_map: str | Mapping[str, str] = "cpu",
     frozen: Iterable[str] = (),
-    usual: Mapping | None = None,
+    defaults: Mapping | None = None,
 ) -> nn.Module:
-    """A model with its weights; docs/vla.md describes the parameters.
-    `usual`: settings that a constructor gets if it takes them, and neither `model_config` nor the folder has them."""
+    """Load a model with its weights; docs/vla.md describes the parameters.
+    `defaults`: values of constructor arguments that are in neither `model_config` nor the folder's config.json."""
     cls = import_model_class(model_class)
     if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype '{dtype}' is not known; expected {' or '.join(DTYPES)}")
+        raise UserError(f"dtype '{dtype}' is unknown; expected {' or '.join(DTYPES)}")
     with explain_oom(f"loading '{model_path}'"):
-        model = _loaded(cls, model_path, dict(model_config or {}), usual or {}, strict)
+        model = _load(cls, model_path, dict(model_config or {}), defaults or {}, strict)
         for weight in match_parameters(model, frozen, "policy.frozen"):
             weight.requires_grad_(False)
         if dtype is not None:
             model.to(DTYPES[dtype])
-        place(model, device_map)
+        move_to_devices(model, device_map)
     return model
 
 
 def import_model_class(model_class: str | type | None) -> type:
-    """'package.module:Class' or 'package.module.Class' -> Class, which has the interface of a VLA model."""
+    """Import 'package.module:Class' or 'package.module.Class', and check that it has the interface of a VLA model."""
     if not isinstance(model_class, type):
         if not model_class:
-            raise UserError("policy.model_class is not given; expected your class, e.g. my.models:MyVLA")
+            raise UserError("policy.model_class is not set; give your class, e.g. my.models:MyVLA")
         module, _, name = model_class.rpartition(":" if ":" in model_class else ".")
         if not module:
-            raise UserError(f"policy.model_class '{model_class}': is no import path; expected package.module:Class")
+            raise UserError(f"policy.model_class '{model_class}' is no import path; expected package.module:Class")
         found = resolve(f"{module}:{name}", {}, "policy.model_class")
         if not isinstance(found, type):
-            raise UserError(f"policy.model_class '{model_class}': is a {type(found).__name__}, not a class")
+            raise UserError(f"policy.model_class '{model_class}' is a {type(found).__name__}; expected a class")
         model_class = found
     _check_interface(model_class)
     return model_class
@@ -88,25 +88,25 @@ def import_model_class(model_class: str | type | None) -> type:
 def _check_interface(model_class: type) -> None:
     where = f"policy.model_class '{model_class.__module__}:{model_class.__qualname__}'"
     if not issubclass(model_class, nn.Module):
-        raise UserError(f"{where}: is no torch.nn.Module; expected class {model_class.__name__}(nn.Module)")
+        raise UserError(f"{where} is no torch.nn.Module; expected class {model_class.__name__}(nn.Module)")
     missing, missing_flow = _missing(model_class, _DOCUMENTED), _missing(model_class, _FLOW)
     if missing and missing_flow:
         methods = ", ".join(_DOCUMENTED[name] for name in missing)
-        half = len(missing_flow) == 1
-        flow = f"of a flow head the missing {_FLOW[missing_flow[0]]}" if half else "encode and denoise"
-        what = "does not have the interface of a VLA model"
-        raise UserError(f"{where}: {what}; add {methods} (or {flow}, see docs/vla.md)")
+        has_one = len(missing_flow) == 1
+        flow = f"the missing {_FLOW[missing_flow[0]]} of a flow head" if has_one else "encode and denoise"
+        problem = "does not have the interface of a VLA model"
+        raise UserError(f"{where} {problem}; add {methods} (or {flow}, see docs/vla.md)")
 
 
 def _missing(model_class: type, methods: dict[str, str]) -> list[str]:
-    # every nn.Module has a `forward`, which only says that there is none
+    # nn.Module.forward only raises NotImplementedError
     return [name for name in methods if getattr(model_class, name, None) in (None, nn.Module.forward)]
 
 
-def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, strict: bool) -> nn.Module:
-    usual = {name: value for name, value in usual.items() if name in inspect.signature(cls).parameters}
+def _load(cls: type, path: str | Path | None, settings: dict, defaults: Mapping, strict: bool) -> nn.Module:
+    defaults = {name: value for name, value in defaults.items() if name in inspect.signature(cls).parameters}
     if path is None:
-        return _construct(cls, usual | settings)
+        return _construct(cls, defaults | settings)
     folder = Path(path) if Path(path).is_dir() else None
     if folder is not None and hasattr(cls, "from_pretrained"):
         return _from_pretrained(cls, folder, settings, strict)
@@ -114,14 +114,14 @@ def _loaded(cls: type, path: str | Path | None, settings: dict, usual: Mapping, 
     if folder is not None and (folder / "config.json").is_file():
         saved = read_json(folder / "config.json")
         saved = {name: v for name, v in saved.items() if name not in _NOT_SETTINGS and not name.startswith("_")}
-    model = _construct(cls, usual | saved | settings)
+    model = _construct(cls, defaults | saved | settings)
     weights = read_weights(file, model.state_dict())
     fit = WeightsFit.of(model.state_dict(), weights)
     reshaped = {name for name, _, _ in fit.reshaped}
     fitting = {name: tensor for name, tensor in weights.items() if name not in reshaped}
     if not strict and not fitting.keys() & model.state_dict().keys():
-        raise UserError(f"'{file}': not one of its {len(weights)} tensors fits the model:\n{fit}")
-    hint = "give the policy.model_config that it was made with, or load what fits with policy.strict=false"
+        raise UserError(f"'{file}': none of its {len(weights)} tensors fits the model:\n{fit}")
+    hint = "use the policy.model_config that it was made with, or load the fitting part with policy.strict=false"
     _check_fit(fit, file, strict, hint)
     model.load_state_dict(fitting, strict=False)
     return model
@@ -131,11 +131,11 @@ def _check_fit(fit: WeightsFit, source: Path, strict: bool, hint: str) -> None:
     if strict and not fit.exact:
         raise UserError(f"'{source}' does not fit the model:\n{fit}\n{hint}")
     if not fit.exact:
-        warnings.warn(f"'{source}' was loaded in part:\n{fit}", stacklevel=4)
+        warnings.warn(f"'{source}' was loaded only in part:\n{fit}", stacklevel=4)
 
 
 def _construct(cls: type, settings: dict) -> nn.Module:
-    """`cls(**settings)`; a class that takes `model_config` or `config` as a whole gets what it does not name itself."""
+    """`cls(**settings)`; if it has a parameter `model_config` or `config`, that gets all settings it does not name."""
     parameters = inspect.signature(cls).parameters
     where = f"policy.model_class '{cls.__module__}:{cls.__qualname__}'"
     whole = next((name for name in ("model_config", "config") if name in parameters and name not in settings), None)
@@ -148,10 +148,10 @@ def _construct(cls: type, settings: dict) -> nn.Module:
     if unknown:
         near = [m for name in unknown for m in difflib.get_close_matches(name, parameters, n=1)]
         hint = f"nearest: {', '.join(near)}" if near else f"it takes {', '.join(parameters) or 'nothing'}"
-        raise UserError(f"{where}: its constructor does not take policy.model_config.{', '.join(unknown)}; {hint}")
+        raise UserError(f"{where}: the constructor does not take policy.model_config.{', '.join(unknown)}; {hint}")
     if needed:
-        advice = f"give policy.model_config.{needed[0]}"
-        raise UserError(f"{where}: its constructor also needs {', '.join(needed)}; {advice}")
+        advice = f"set policy.model_config.{needed[0]}"
+        raise UserError(f"{where}: the constructor also needs {', '.join(needed)}; {advice}")
     try:
         return cls(**given)
     except UserError:
@@ -159,11 +159,11 @@ def _construct(cls: type, settings: dict) -> nn.Module:
     except (RuntimeError, *_CONSTRUCTOR_ERRORS) as error:
         if isinstance(error, RuntimeError) and oom_message(error):
             raise
-        raise UserError(f"{where}: constructing it failed: {describe_error(error)}") from error
+        raise UserError(f"{where}: the constructor failed: {describe_error(error)}") from error
 
 
 def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> nn.Module:
-    """By the class itself. transformers reports what did not fit; for others it is found out here."""
+    """Load with the class's from_pretrained. transformers reports mismatches; for other classes, compare names here."""
     weights_file(folder)
     refuse_code_of_adapters(folder)
     transformers = any(base.__module__ == "transformers.modeling_utils" for base in cls.__mro__)
@@ -180,12 +180,12 @@ def _from_pretrained(cls: type, folder: Path, settings: dict, strict: bool) -> n
     else:
         model, own = loaded, loaded.state_dict()
         fit = WeightsFit.of(own, read_weights(folder, own))
-    _check_fit(fit, folder, strict, "load what fits with policy.strict=false")
+    _check_fit(fit, folder, strict, "load the fitting part with policy.strict=false")
     return model
 
 
-def place(model: nn.Module, devices: str | Mapping[str, str]) -> None:
-    """Moves a model; or parts of it, which stay on their device: their inputs are moved there, and outputs back."""
+def move_to_devices(model: nn.Module, devices: str | Mapping[str, str]) -> None:
+    """Move a model to a device, or parts of it to fixed devices: hooks move their inputs there and outputs back."""
     if isinstance(devices, str):
         model.to(_device(devices))
         return
@@ -193,34 +193,34 @@ def place(model: nn.Module, devices: str | Mapping[str, str]) -> None:
     for pattern, name in devices.items():
         device = _device(name)
         parts = match_names([n for n in modules if n], [pattern], "policy.device_map")
-        # the outermost of them: what is below goes along
+        # only the outermost matches: their submodules move with them
         for part in (n for n in parts if not any(n.startswith(f"{other}.") for other in parts)):
             module = modules[part]
             if any(p.requires_grad for p in module.parameters()):
                 raise UserError(
-                    f"policy.device_map: '{part}' learns, and what learns is on the device of the run; freeze it "
-                    f"(policy.frozen=[{part}]), or leave it out of the map"
+                    f"policy.device_map: '{part}' learns, and learning weights must be on the run's device; freeze it "
+                    f"(policy.frozen=[{part}]), or remove it from the map"
                 )
             module.to(device)
             hooks = _DeviceHooks(device)
             module.register_forward_pre_hook(hooks.before, with_kwargs=True)
             module.register_forward_hook(hooks.after)
-            module._apply = hooks.stay  # a later .to() of the whole passes it by
+            module._apply = hooks.ignore  # a later .to() of the whole model must not move it
 
 
 class _DeviceHooks:
     def __init__(self, device: torch.device):
-        self.device = self.reader = device
+        self.device = self.caller_device = device
 
     def before(self, module, args, kwargs):
         devices = (x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        self.reader = next(devices, self.device)
+        self.caller_device = next(devices, self.device)
         return _moved((args, kwargs), self.device)
 
     def after(self, module, args, output):
-        return _moved(output, self.reader)
+        return _moved(output, self.caller_device)
 
-    def stay(self, fn, recurse=True):
+    def ignore(self, fn, recurse=True):
         return None
 
 
@@ -238,5 +238,5 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, TypeError):
         raise UserError(f"policy.device_map: '{name}' is no device; expected cpu, cuda or cuda:<index>") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"policy.device_map: '{name}', but torch sees {torch.cuda.device_count()} GPUs")
+        raise UserError(f"policy.device_map: '{name}', but torch finds {torch.cuda.device_count()} GPUs")
     return device

@@ -1,13 +1,13 @@
-"""Shapes on the screen: the pixels one can cover, and ray intersections in closed form. `hit` takes a shape's size and
-a ray o + t d in its axes, and returns t (FAR: a miss), outward normal and tone; no early returns: loops vectorize."""
+"""Pixel windows of shapes, and ray intersections in closed form. `hit` takes the size of a shape and a ray o + t d in
+the shape's axes, and returns t (FAR: no hit), outward normal and tone. No early returns, so that loops vectorize."""
 
 import numpy as np
 from numba import njit
 
 PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX = 0, 2, 3, 4, 5, 6  # values of mujoco.mjtGeom
 FAR = 1e9
-TILE, TILE_CONTRAST = 0.3, 0.05
-NEAR = 0.004  # what is nearer is not drawn
+TILE, TILE_CONTRAST = 0.3, 0.05  # of the floor: side of a tile in metres, and contrast of neighbours
+NEAR = 0.004  # nearer surfaces are not drawn
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -21,7 +21,7 @@ def rotate_back(mat, x, y, z):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def shape_window(kind, size, pos, mat, camera_pos, camera_mat, tangent, height, width, corners):
-    """Pixel ranges (x0, x1, y0, y1) that hold all of a shape. `corners` is room for eight points."""
+    """Pixel ranges (x0, x1, y0, y1) that contain a shape. `corners` is a buffer for eight points."""
     if kind == PLANE:
         return 0, width, 0, height
     half = half_extent(kind, size)
@@ -58,7 +58,7 @@ def box_window(pos, mat, half, camera_pos, camera_mat, tangent, height, width, c
             pos[1] + mat[1, 0] * a + mat[1, 1] * b + mat[1, 2] * c - camera_pos[1],
             pos[2] + mat[2, 0] * a + mat[2, 1] * b + mat[2, 2] * c - camera_pos[2],
         )
-    # the rectangle grows by each corner in front of the camera, and by each point where an edge passes the near plane
+    # the rectangle contains each corner in front of the camera and each point where an edge crosses the near plane
     left, right, low, high = FAR, -FAR, FAR, -FAR
     for k in range(8):
         x, y, ahead = corners[k, 0], corners[k, 1], -corners[k, 2]
@@ -136,7 +136,7 @@ def _hit_ball(size, ox, oy, oz, dx, dy, dz):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _hit_ellipsoid(size, ox, oy, oz, dx, dy, dz):
-    a, b, c = size  # a ball of radius 1 once every axis is divided by its half length; t stays what it is
+    a, b, c = size  # dividing every axis by its half length gives a ball of radius 1 and keeps t
     t = _enter_ball(1.0, ox / a, oy / b, oz / c, dx / a, dy / b, dz / c)
     # the gradient of (x/a)^2 + (y/b)^2 + (z/c)^2
     nx, ny, nz = (ox + t * dx) / (a * a), (oy + t * dy) / (b * b), (oz + t * dz) / (c * c)
@@ -148,7 +148,7 @@ def _hit_ellipsoid(size, ox, oy, oz, dx, dy, dz):
 def _hit_capsule(size, ox, oy, oz, dx, dy, dz):
     radius, half = size[0], size[1]
     side, z = _enter_tube(radius, ox, oy, oz, dx, dy, dz)
-    end = half if z > 0 else -half  # A ray that enters the endless tube beyond an end can only enter by that end.
+    end = half if z > 0 else -half  # a ray that enters the infinite tube beyond an end can only enter there
     ball = _enter_ball(radius, ox, oy, oz - end, dx, dy, dz)
     on_side = abs(z) <= half
     t = side if on_side else ball
@@ -163,18 +163,18 @@ def _hit_cylinder(size, ox, oy, oz, dx, dy, dz):
     end = half if z > 0 else -half
     lid = (end - oz) / dz
     x, y = ox + lid * dx, oy + lid * dy
-    by_lid = (x * x + y * y <= radius * radius) & (end * dz < 0)  # not when it leaves by that end, or runs along it
+    by_lid = (x * x + y * y <= radius * radius) & (end * dz < 0)  # not if it leaves there or is parallel to it
     on_side = abs(z) <= half
     t = side if on_side else (lid if by_lid else FAR)
     nx = (ox + t * dx) / radius if on_side else 0.0
     ny = (oy + t * dy) / radius if on_side else 0.0
     nz = 0.0 if on_side else (1.0 if end > 0 else -1.0)
-    return (FAR if side == FAR else t), nx, ny, nz, 1.0  # past the endless tube the side's t is FAR, and so is z
+    return (FAR if side == FAR else t), nx, ny, nz, 1.0  # if the infinite tube is missed: side = FAR, |z| > half
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _slab(half, o, d):
-    # a ray parallel to the slab divides by zero: +-inf then says "always inside" or "never", as it should
+    # for a ray parallel to the slab, the division by zero gives +-inf: inside for all t or for none, which is correct
     one, other = (-half - o) / d, (half - o) / d
     return (one, other) if one < other else (other, one)
 
@@ -190,7 +190,7 @@ def _enter_ball(radius, ox, oy, oz, dx, dy, dz):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _enter_tube(radius, ox, oy, oz, dx, dy, dz):
-    """(t, z there) of an endless tube along z; a ray along the axis enters it infinitely far back."""
+    """(t, z at t) of the entry into an infinite tube along z; for a ray parallel to the axis t is -FAR."""
     a = dx * dx + dy * dy
     b = ox * dx + oy * dy
     q = b * b - a * (ox * ox + oy * oy - radius * radius)

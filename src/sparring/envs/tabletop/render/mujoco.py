@@ -1,4 +1,4 @@
-"""Pictures by MuJoCo's own OpenGL renderer, for videos: glossier than raster.py's, slower, different on each driver."""
+"""Video frames from MuJoCo's OpenGL renderer: more realistic than raster.py, slower, and different on each driver."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from sparring.envs.tabletop.render.renderer import PICTURE_SIZE, goal_shape, sid
 from sparring.envs.tabletop.scene import BALL, Marker, load_mujoco
 from sparring.errors import UserError
 
-_WINDOWLESS = ("egl", "osmesa")  # the modules of mujoco that can open a context without a window, the faster first
+_WINDOWLESS = ("egl", "osmesa")  # modules of mujoco that can create a context without a window, the faster first
 _PROBE = """
 import os
 os.environ["MUJOCO_GL"] = "disable"
@@ -26,17 +26,17 @@ _ROOM_FOR_GEOMS = 50
 
 
 class MujocoRenderer:
-    """`picture`, and `views` in rgb, of renderer.Renderer; of a look, the colours are used and the rest is not."""
+    """Has `picture` and the rgb `views` of renderer.Renderer; it uses the colours of a look and ignores the rest."""
 
     def __init__(self, model, marker: Marker | None = BALL):
         self._mujoco = load_mujoco()
         self.cameras = tuple(model.camera(i).name for i in range(model.ncam))
         self._gl = importlib.import_module(f"mujoco.{windowless_gl()}").GLContext(1, 1)
-        self._model = copy.copy(model)  # a copy, since looks repaint it and the light is not the physics' business
+        self._model = copy.copy(model)  # a copy, because its colours and light are changed
         self._rgba = self._model.geom_rgba.copy()
         headlight = self._model.vis.headlight
         headlight.ambient[:], headlight.diffuse[:], headlight.specular[:] = 0.40, 0.25, 0.10
-        # a shadow map of the table only: sharper, and a quarter of the work
+        # a shadow map of the table only: sharper, and a quarter of the cost
         self._model.vis.map.shadowclip, self._model.vis.quality.shadowsize = 0.8 / model.stat.extent, 2048
         self._options = self._mujoco.MjvOption()
         self._options.sitegroup[:] = 0
@@ -50,7 +50,7 @@ class MujocoRenderer:
     def views(
         self, qpos: np.ndarray, goal: np.ndarray, cameras: tuple[str, ...], size: int, look: Appearance | None = None
     ) -> dict[str, np.ndarray]:
-        """Robots `[n, nq]` and their goals `[n, 3]`: "rgb/<camera>" uint8 `[n, 3, size, size]`."""
+        """Robots `[n, nq]` and their goals `[n, 3]` -> "rgb/<camera>" uint8 `[n, 3, size, size]`."""
         self._gl.make_current()
         self._mujoco.mjr_resizeOffscreen(size, size, self._context)
         views = {f"rgb/{name}": np.empty((len(qpos), 3, size, size), np.uint8) for name in cameras}
@@ -101,7 +101,7 @@ class MujocoRenderer:
 
 @functools.cache
 def windowless_gl() -> str:
-    """Which of mujoco's modules opens a GL context here; tried in another process, as a failed import leaves traces."""
+    """The module of mujoco that can create a GL context. Tried in another process: a failed import has side effects."""
     for name in _WINDOWLESS:
         probe = [sys.executable, "-c", _PROBE.format(name=name)]
         try:
@@ -110,4 +110,4 @@ def windowless_gl() -> str:
         except subprocess.TimeoutExpired:
             continue
     install = "install one (apt install libegl1 libgl1, or apt install libosmesa6), or set env.video_renderer=builtin"
-    raise UserError(f"MuJoCo's renderer needs OpenGL by EGL or OSMesa, and neither works here; {install}")
+    raise UserError(f"env.video_renderer=mujoco needs OpenGL by EGL or OSMesa, and neither works here; {install}")

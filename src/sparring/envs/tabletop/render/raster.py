@@ -1,5 +1,5 @@
 """Draw analytic shapes into a z-buffer and shade them, without the GIL or GL. Rays have depth 1: the ray parameter t is
-the depth. A pixel shows the nearest entry into a shape beyond NEAR. Any split of robots over threads gives the same."""
+the depth. A pixel shows the nearest entry into a shape beyond NEAR. Threads do not change the result."""
 
 from typing import NamedTuple
 
@@ -23,26 +23,26 @@ from sparring.envs.tabletop.render.geometry import (
 )
 
 _SHADOW, _SHADOW_BLUR = 0.32, 0.012
-_CELLS = 16, 9  # of the static: along the longest side of the screen and along the next
+_CELLS = 16, 9  # of the noise: along the longest side of the screen, along its second longest side
 
 
 class Shapes(NamedTuple):
-    """What is drawn, the same for every robot. Sizes are MuJoCo's: radius and half lengths."""
+    """The shapes to draw, the same for every robot. Sizes are MuJoCo's: radius and half lengths."""
 
     kind: np.ndarray  # [G]
     size: np.ndarray  # [G, 3]
     rgb: np.ndarray  # [G, 3]
-    casts: np.ndarray  # [G] bool: throws a soft shadow straight down onto the top of the ground
-    ground: int  # the box of that (-1: no shadows)
-    label: np.ndarray  # [G] uint8: its number in a segmentation
-    screen: int  # the box that may show static (-1: none)
+    casts: np.ndarray  # [G] bool: casts a soft shadow straight down onto the top of the ground
+    ground: int  # index of the box that shadows fall on (-1: no shadows)
+    label: np.ndarray  # [G] uint8: its label in a segmentation
+    screen: int  # index of the box that can show noise (-1: none)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def draw(shapes, pos, mat, camera_pos, camera_mat, tangents, look, first, last, rgb, depth, segmentation):
-    """Robots `first` to `last` of n: shapes at `[n, G, 3]`, `[n, G, 3, 3]`, cameras at `[n, C, 3]`, `[n, C, 3, 3]`.
-    Fills uint8 `[C, n, 3, H, W]`, float32 `[C, n, 1, H, W]` (0: nothing) and uint8 `[C, n, 1, H, W]`, but not those
-    without rows. `tangents [C]`: of half the vertical fields of view."""
+    """Draw robots `first` to `last` - 1 of n: shapes at `[n, G, 3]`, `[n, G, 3, 3]`, cameras at `[n, C, 3]`, `[n, C, 3,
+    3]`. Fill `rgb` uint8 `[C, n, 3, H, W]`, `depth` float32 `[C, n, 1, H, W]` (0: nothing) and `segmentation` uint8
+    `[C, n, 1, H, W]`, except outputs without rows. `tangents [C]`: tangents of half the vertical fields of view."""
     height, width = rgb.shape[3], rgb.shape[4]
     count = shapes.kind.shape[0]
     nearest, light = np.empty((height, width)), np.empty((height, width))
@@ -71,7 +71,7 @@ def draw(shapes, pos, mat, camera_pos, camera_mat, tangents, look, first, last, 
                     _draw_shadows(shapes, pos[i], mat[i], eye, axes, tangent, us, vs, light, shape_at, corners)
                 _paint(look.rgb[i], look.background[i], light, shape_at, rgb[c, i])
                 if shapes.screen >= 0 and look.noise[i] >= 0:
-                    _draw_static(shapes, pos[i], mat[i], eye, axes, us, vs, look.noise[i], nearest, shape_at, rgb[c, i])
+                    _draw_noise(shapes, pos[i], mat[i], eye, axes, us, vs, look.noise[i], nearest, shape_at, rgb[c, i])
             if depth.shape[1] > 0:
                 _copy_depth(nearest, depth[c, i, 0])
             if segmentation.shape[1] > 0:
@@ -80,7 +80,7 @@ def draw(shapes, pos, mat, camera_pos, camera_mat, tangents, look, first, last, 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _draw_shape(kind, size, pos, mat, eye, axes, sun, strengths, g, window, us, vs, nearest, light, shape_at):
-    # the camera, its axes, the sun and the sky, as the shape sees them
+    # the camera, its axes, the sun and the sky, in the axes of the shape
     ray = (
         rotate_back(mat, eye[0] - pos[0], eye[1] - pos[1], eye[2] - pos[2]),
         rotate_back(mat, axes[0, 0], axes[1, 0], axes[2, 0]),
@@ -109,7 +109,7 @@ def _draw_shape(kind, size, pos, mat, eye, axes, sun, strengths, g, window, us, 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _scan(kind, size, ray, lit, g, window, us, vs, nearest, light, shape_at):
-    """Visit the pixels of a window. Inlined for a constant `kind`: each kind gets a branch-free, vectorized loop."""
+    """Draw the pixels of a window. Inlined for a constant `kind`: each kind gets a branch-free, vectorized loop."""
     (ox, oy, oz), (rx, ry, rz), (ux, uy, uz), (bx, by, bz) = ray
     (sx, sy, sz), (upx, upy, upz), (ambient, sky, sun) = lit
     x0, x1, y0, y1 = window
@@ -145,7 +145,7 @@ def _copy_labels(label, shape_at, out):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _paint(rgb, background, light, shape_at, out):
-    """Colours `[G, 3]` times light into bytes `[3, H, W]`; shape G is the background."""
+    """Write colours `[G, 3]` times light as bytes `[3, H, W]`; shape G is the background."""
     count = rgb.shape[0]
     colours = np.empty(count + 1)
     for c in range(3):
@@ -161,11 +161,11 @@ def _paint(rgb, background, light, shape_at, out):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _draw_shadows(shapes, pos, mat, eye, axes, tangent, us, vs, light, shape_at, corners):
-    """Darken the ground below each caster: a soft spot or streak that tells how high above the table a thing is."""
+    """Darken the ground below each caster: a soft spot or streak, wider and paler the higher the caster is."""
     height, width = light.shape
     level = pos[shapes.ground, 2] + shapes.size[shapes.ground, 2]
     ground_x, ground_y = _ground_points(shapes.ground, level, eye, axes, us, vs, shape_at)
-    lost = np.zeros((height, width))  # the darkest shadow counts
+    shade = np.zeros((height, width))  # of the darkest shadow at each pixel
     level_axes = np.eye(3)
     centre = np.empty(3)
     for g in range(shapes.kind.shape[0]):
@@ -180,28 +180,28 @@ def _draw_shadows(shapes, pos, mat, eye, axes, tangent, us, vs, light, shape_at,
         )
         streak = (pos[g, 0], pos[g, 1], ax, ay, reach, 2 * _SHADOW * radius / reach)
         for y in range(y0, y1):
-            _darken(streak, ground_x[y, x0:x1], ground_y[y, x0:x1], lost[y, x0:x1])
-    light *= 1 - lost
+            _darken(streak, ground_x[y, x0:x1], ground_y[y, x0:x1], shade[y, x0:x1])
+    light *= 1 - shade
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _darken(streak, ground_x, ground_y, lost):
+def _darken(streak, ground_x, ground_y, shade):
     cx, cy, ax, ay, reach, strength = streak
     squared = ax * ax + ay * ay
     per_length = 1 / squared if squared > 1e-12 else 0.0
-    for x in range(len(lost)):
+    for x in range(len(shade)):
         px, py = ground_x[x] - cx, ground_y[x] - cy
         part = (px * ax + py * ay) * per_length
         part = 1.0 if part > 1.0 else (-1.0 if part < -1.0 else part)
         px, py = px - part * ax, py - part * ay
         fade = 1 - np.sqrt(px * px + py * py) / reach
         dark = strength * (fade if fade < 0.5 else 0.5)
-        lost[x] = dark if dark > lost[x] else lost[x]
+        shade[x] = dark if dark > shade[x] else shade[x]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _ground_points(ground, level, eye, axes, us, vs, shape_at):
-    """World x and y of what each pixel shows of the ground; far away where it shows something else."""
+    """World x and y of the ground at each pixel; FAR if the pixel shows another shape."""
     ground_x, ground_y = np.empty(shape_at.shape), np.empty(shape_at.shape)
     rx, ry, rz = axes[0, 0], axes[1, 0], axes[2, 0]
     ux, uy, uz = axes[0, 1], axes[1, 1], axes[2, 1]
@@ -212,9 +212,9 @@ def _ground_points(ground, level, eye, axes, us, vs, shape_at):
         for x in range(len(us)):
             u = us[x]
             t = (level - oz) / (rz * u + uz * v - bz)
-            there = row_shape[x] == ground
-            row_x[x] = ox + t * (rx * u + ux * v - bx) if there else FAR
-            row_y[x] = oy + t * (ry * u + uy * v - by) if there else FAR
+            is_ground = row_shape[x] == ground
+            row_x[x] = ox + t * (rx * u + ux * v - bx) if is_ground else FAR
+            row_y[x] = oy + t * (ry * u + uy * v - by) if is_ground else FAR
     return ground_x, ground_y
 
 
@@ -226,8 +226,8 @@ def _streak(half):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _draw_static(shapes, pos, mat, eye, axes, us, vs, noise, nearest, shape_at, out):
-    """Cells of random colours on a box; it shines by itself. The picture is a function of `noise` alone."""
+def _draw_noise(shapes, pos, mat, eye, axes, us, vs, noise, nearest, shape_at, out):
+    """Draw cells of random colours on a box, without shading. The pattern depends on `noise` alone."""
     size, centre, own_axes = shapes.size[shapes.screen], pos[shapes.screen], mat[shapes.screen]
     long, thin = np.argmax(size), np.argmin(size)
     other = 3 - long - thin

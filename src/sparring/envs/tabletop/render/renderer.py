@@ -1,4 +1,4 @@
-"""Pictures and point clouds of the robots: poses from arm.py, pixels from raster.py, robots split over threads."""
+"""Images and point clouds of the robots: poses from arm.py, pixels from raster.py, robots split over threads."""
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -16,25 +16,25 @@ from sparring.errors import UserError
 
 PICTURE_SIZE = 256
 KINDS = {"rgb": (3, np.uint8), "depth": (1, np.float32), "segmentation": (1, np.uint8)}  # channels and type of a pixel
-# the box of points: above the table, its top and the floor are left out
+# bounds of the points of a cloud: above the table, without its top and the floor
 CROP_LOW, CROP_HIGH = np.array([-0.50, -0.55, 0.004]), np.array([0.50, 0.55, 0.80])
-# numbers in a segmentation; the k-th free body has OBJECTS + k
+# labels of a segmentation; the k-th free body has OBJECTS + k
 NOTHING, SCENERY, ROBOT, OBJECTS, SCREEN_LABEL, GOAL = 0, 1, 2, 3, 254, 255
 
-_PAPER = (250, 250, 248)  # the line between two cameras' pictures
+_SEAM_COLOUR = (250, 250, 248)  # of the line between the images of two cameras
 _FREE_JOINT = 0
-_DISC_HALF_HEIGHT = 0.001  # a disc lies on the table and is as flat as a sticker
+_DISC_HALF_HEIGHT = 0.001  # metres
 
 
 class Renderer:
-    """Draws n robots at once. Letters: G shapes (the goal last), M cameras of the model, C of them asked for."""
+    """Draws n robots at once. Letters: G shapes (the goal last), M cameras of the model, C requested cameras."""
 
     def __init__(self, model, kinematics: Kinematics, threads: int, marker: Marker | None = BALL):
         self.cameras = tuple(model.camera(i).name for i in range(model.ncam))
         self._tangents = np.tan(np.deg2rad(model.cam_fovy) / 2)
         self._kinematics, self._marker, self._shapes = kinematics, marker, _shapes(model, marker)
         self._wrist = model.cam_bodyid > 0
-        self._standard = self.standard_appearance(1)  # of as many rows as were ever asked for, since all are equal
+        self._standard = self.standard_appearance(1)  # all rows are equal; it grows to the largest n so far
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
@@ -43,7 +43,7 @@ class Renderer:
 
     def random_appearance(self, rng: np.random.Generator, switches: Collection[str]) -> Appearance:
         label, floor = self._shapes.label, self._shapes.kind == PLANE
-        keep, goal = label >= OBJECTS, label == GOAL  # colours that a task may speak of, and the screen's, are kept
+        keep, goal = label >= OBJECTS, label == GOAL  # keep colours that an instruction may name, and the screen's
         return self.standard_appearance(1).rows(0).randomized(rng, switches, keep, goal, floor, self._wrist)
 
     def views(
@@ -53,39 +53,39 @@ class Renderer:
         cameras: tuple[str, ...],
         size: int,
         look: Appearance | None = None,
-        wants: tuple[str, ...] = ("rgb",),
+        kinds: tuple[str, ...] = ("rgb",),
         points: int = 0,
     ) -> dict[str, np.ndarray]:
         """Robots `[n, nq]` and goals `[n, 3]` -> "rgb/<camera>" uint8 `[n, 3, S, S]`, "depth/<camera>" float32 `[n, 1,
         S, S]` (metres along the optical axis, 0: nothing), "segmentation/<camera>" uint8 `[n, 1, S, S]`, "points"
         float32 `[n, points, 6]` (x, y, z in metres, r, g, b in 0..1, above the table)."""
-        if unknown := set(wants) - set(KINDS):
-            raise UserError(f"views {sorted(unknown)}: a camera gives {', '.join(KINDS)}")
+        if unknown := set(kinds) - set(KINDS):
+            raise UserError(f"unknown views {sorted(unknown)}; expected some of {', '.join(KINDS)}")
         if missing := [name for name in cameras if name not in self.cameras]:
-            raise UserError(f"camera {missing[0]!r}: this scene has {', '.join(self.cameras)}")
+            raise UserError(f"unknown camera {missing[0]!r}; expected some of {', '.join(self.cameras)}")
         n, index = len(qpos), [self.cameras.index(name) for name in cameras]
         if look is None:
             if len(self._standard.noise) < n:
                 self._standard = self.standard_appearance(n)
             look = self._standard.rows(slice(n))
         elif len(look.noise) != n:
-            raise ValueError(f"a look of {len(look.noise)} rows for {n} robots")
+            raise ValueError(f"look has {len(look.noise)} rows for {n} robots; expected one per robot")
         pos, mat, camera_pos, camera_mat = self._poses(qpos, goal, look, index)
-        kinds = (*wants, "rgb", "depth") if points else wants
-        out = {  # [C, n, channels, S, S]; what has no rows is not drawn
-            kind: np.empty((len(index), n if kind in kinds else 0, channels, size, size), dtype)
+        needed = (*kinds, "rgb", "depth") if points else kinds
+        out = {  # [C, n, channels, S, S]; a kind without rows is not drawn
+            kind: np.empty((len(index), n if kind in needed else 0, channels, size, size), dtype)
             for kind, (channels, dtype) in KINDS.items()
         }
         tangents, count = self._tangents[index], max(1, min(n, self._threads))
         parts = [(n * k // count, n * (k + 1) // count) for k in range(count)]  # robots of each thread: first, last + 1
         places = (self._shapes, pos, mat, camera_pos, camera_mat, tangents, look)
         self._run(draw, [(*places, first, last, *out.values()) for first, last in parts])
-        views = {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in wants}
+        views = {f"{kind}/{name}": out[kind][c] for c, name in enumerate(cameras) for kind in kinds}
         if points:
             # [C, n, 1, S, S] -> [n, C, S, S] and [C, n, 3, S, S] -> [n, C, 3, S, S]
             depth, rgb = np.concatenate(out["depth"], axis=1), np.stack(out["rgb"], axis=1)  # type: ignore[call-overload]
-            seen = (depth, rgb, camera_pos, camera_mat)
-            jobs = [(*(each[a:b] for each in seen), tangents, CROP_LOW, CROP_HIGH, points) for a, b in parts]
+            inputs = (depth, rgb, camera_pos, camera_mat)
+            jobs = [(*(each[a:b] for each in inputs), tangents, CROP_LOW, CROP_HIGH, points) for a, b in parts]
             views["points"] = np.concatenate(self._run(point_clouds, jobs))
         return views
 
@@ -97,7 +97,7 @@ class Renderer:
             self._pool.shutdown()
 
     def _poses(self, qpos: np.ndarray, goal: np.ndarray, look: Appearance, index: list[int]) -> tuple[np.ndarray, ...]:
-        """Where the shapes `[n, G, 3]`, `[n, G, 3, 3]` and the cameras `[n, C, 3]`, `[n, C, 3, 3]` are."""
+        """Poses of the shapes `[n, G, 3]`, `[n, G, 3, 3]` and of the cameras `[n, C, 3]`, `[n, C, 3, 3]`."""
         poses = self._kinematics(qpos)
         pos, mat = poses.frames(self._kinematics.geoms)
         camera_pos, camera_mat = poses.frames(self._kinematics.cameras)
@@ -107,7 +107,7 @@ class Renderer:
         if look.camera_pos.any() or look.camera_turn.any():
             camera_pos = camera_pos + (camera_mat @ look.camera_pos[..., None])[..., 0]
             camera_mat = camera_mat @ rotations(look.camera_turn)
-        # contiguous: another layout would be compiled anew
+        # contiguous: numba would compile the kernel again for another layout
         return pos, mat, camera_pos.take(index, 1), camera_mat.take(index, 1)
 
     def _run(self, function, jobs: list[tuple]) -> list:
@@ -116,15 +116,16 @@ class Renderer:
 
 
 def side_by_side(views: dict[str, np.ndarray]) -> np.ndarray:
-    """The first robot's M pictures `[3, 2 H, 2 W]` as one `[H, M W, 3]`: 2 x 2 blocks averaged, pale lines between."""
+    """Join the M images `[3, 2 H, 2 W]` of the first robot into a frame `[H, M W, 3]`: average 2 x 2 pixels, add lines
+    between cameras."""
     double = np.concatenate([pixels[0] for pixels in views.values()], axis=2).astype(np.uint16)
-    # [3, 2 H, 2 M W] -> [3, H, M W], in integers: `mean` over blocks takes ten times as long
+    # [3, 2 H, 2 M W] -> [3, H, M W], in integers: `mean` of blocks takes ten times as long
     rows = double[:, ::2] + double[:, 1::2]
     sums = rows[:, :, ::2] + rows[:, :, 1::2]
     picture = np.ascontiguousarray(((sums + 2) // 4).astype(np.uint8).transpose(1, 2, 0))
     for seam in range(1, len(views)):
         middle = seam * picture.shape[1] // len(views)
-        picture[:, middle - SEAM : middle + SEAM] = _PAPER
+        picture[:, middle - SEAM : middle + SEAM] = _SEAM_COLOUR
     return picture
 
 
@@ -137,7 +138,8 @@ def goal_shape(marker: Marker) -> tuple[int, tuple[float, float, float]]:
 def _shapes(model, marker: Marker | None) -> Shapes:
     unknown = set(model.geom_type.tolist()) - {PLANE, SPHERE, CAPSULE, ELLIPSOID, CYLINDER, BOX}
     if unknown:
-        raise ValueError(f"geoms of mjtGeom types {sorted(unknown)}: raster.py draws planes, ellipsoids, tubes, boxes")
+        expected = "plane, sphere, capsule, ellipsoid, cylinder, box"
+        raise ValueError(f"the scene has geoms of mjtGeom types {sorted(unknown)}; expected {expected}")
     names = [model.geom(i).name for i in range(model.ngeom)]
     screen = names.index(SCREEN) if SCREEN in names else -1
     free = [int(body) for body, kind in zip(model.jnt_bodyid, model.jnt_type, strict=True) if kind == _FREE_JOINT]
@@ -148,7 +150,7 @@ def _shapes(model, marker: Marker | None) -> Shapes:
         kind=model.geom_type.astype(np.int64),
         size=model.geom_size.astype(np.float64),
         rgb=model.geom_rgba[:, :3].astype(np.float64),
-        casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),  # not scenery, nor decoration
+        casts=(model.geom_bodyid > 0) & (model.geom_contype > 0),  # neither scenery nor decoration
         ground=int(model.geom("table").id),
         label=label,
         screen=screen,
@@ -167,9 +169,9 @@ def _shapes(model, marker: Marker | None) -> Shapes:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def point_clouds(depth, rgb, camera_pos, camera_mat, tangent, low, high, count):
-    """What cameras see, back-projected, cropped to a box and thinned out by farthest-point sampling. Depths `[n, C, S,
+    """Back-project the pixels, crop the points to a box and select some by farthest-point sampling. Depths `[n, C, S,
     S]`, colours `[n, C, 3, S, S]` and cameras `[n, C, 3]`, `[n, C, 3, 3]` with tangents `[C]` -> float32 `[n, count,
-    6]`: x, y, z, r, g, b. Too few points are repeated; none give zeros."""
+    6]`: x, y, z, r, g, b. If there are too few points, they are repeated; without any, the result is zeros."""
     n, cameras, size = depth.shape[0], depth.shape[1], depth.shape[2]
     cloud = np.empty((cameras * size * size, 6))
     out = np.empty((n, count, 6), np.float32)
@@ -184,7 +186,7 @@ def point_clouds(depth, rgb, camera_pos, camera_mat, tangent, low, high, count):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _back_project(depth, rgb, eye, axes, tangent, low, high, cloud, found):
-    """Append the pixels that lie in the box to `cloud`; how many it holds then."""
+    """Append the pixels inside the box to `cloud`, which has `found` points; return its new number of points."""
     size = depth.shape[0]
     for y in range(size):
         for x in range(size):
@@ -204,27 +206,27 @@ def _back_project(depth, rgb, eye, axes, tangent, low, high, cloud, found):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _farthest(cloud, centre, out):
-    """Each point is the farthest from those before it, the first the nearest to `centre`; of equals the first wins."""
+    """The first point is the nearest to `centre`, each other one the farthest from those before; ties: lowest index."""
     found, count = cloud.shape[0], out.shape[0]
     if found == 0:
         out[:] = 0
         return
     xs, ys, zs = cloud[:, 0].copy(), cloud[:, 1].copy(), cloud[:, 2].copy()
     away = np.full(found, np.inf)
-    _approach(xs, ys, zs, centre[0], centre[1], centre[2], away)
+    _update_distances(xs, ys, zs, centre[0], centre[1], centre[2], away)
     at = np.argmin(away)
     away[:] = np.inf
     chosen = min(found, count)
     for p in range(chosen):
         out[p] = cloud[at]
-        _approach(xs, ys, zs, xs[at], ys[at], zs[at], away)
+        _update_distances(xs, ys, zs, xs[at], ys[at], zs[at], away)
         at = np.argmax(away)
     for p in range(chosen, count):
         out[p] = out[p - chosen]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _approach(xs, ys, zs, x, y, z, away):
+def _update_distances(xs, ys, zs, x, y, z, away):
     for k in range(len(away)):
         dx, dy, dz = xs[k] - x, ys[k] - y, zs[k] - z
         squared = dx * dx + dy * dy + dz * dz

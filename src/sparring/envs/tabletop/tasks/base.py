@@ -1,4 +1,4 @@
-"""What a task is: a scene, a start, a reward, when it is done, and a scripted expert. registry.py has them all."""
+"""The interface of a task: scene, start, reward, success condition and scripted expert. registry.py lists all tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,26 +10,26 @@ from sparring.envs.tabletop.scene import ARM_BASE, ARM_JOINTS, FINGER_TRAVEL, FI
 
 
 class Start(NamedTuple):
-    arm: np.ndarray  # [R, 8] joints and fingers; [8] will do for one arm
+    arm: np.ndarray  # [R, 8] joints and fingers; [8] is accepted for one arm
     goal: np.ndarray  # [3]
     objects: np.ndarray  # [k, 7] positions and quaternions
-    mechanisms: np.ndarray = np.zeros(0)  # [m] joints inside the objects, each as a part of its travel
+    mechanisms: np.ndarray = np.zeros(0)  # [m] joints inside the objects, as parts of their travel
 
 
 class Situation(NamedTuple):
-    """What tasks judge by and experts act on, of n robots with R arms each."""
+    """The input of scores and experts, for n robots with R arms each."""
 
-    hands: np.ndarray  # [n, R, 3] from the table's centre, like goal and objects
+    hands: np.ndarray  # [n, R, 3] relative to the table's centre, like goal and objects
     goal: np.ndarray  # [n, 3]
     widths: np.ndarray  # [n, R] metres between the fingers
-    grips: np.ndarray  # [n, R] metres that each finger is commanded to be open
+    grips: np.ndarray  # [n, R] commanded opening of each finger, metres
     objects: np.ndarray  # [n, K, 3]
     quats: np.ndarray  # [n, K, 4]
-    # [n, m] joints inside the objects (how far a drawer is open): parts of their travel, and of it per second
+    # [n, m] joints inside the objects, e.g. the opening of a drawer: parts of their travel; parts per second
     mechanisms: np.ndarray = np.zeros((0, 0))
     mechanism_speeds: np.ndarray = np.zeros((0, 0))
 
-    # of the first arm: [n, 3], [n], [n]
+    # the same for the first arm: [n, 3], [n], [n]
     @property
     def hand(self) -> np.ndarray:
         return self.hands[:, 0]
@@ -44,32 +44,32 @@ class Situation(NamedTuple):
 
 
 class HandTarget(NamedTuple):
-    """Where an expert wants the hands: `[n, 3]` and `[n]`, with R arms `[n, R, 3]` and `[n, R]`."""
+    """Targets of the hands: `[n, 3]` and `[n]`, with R arms `[n, R, 3]` and `[n, R]`."""
 
     point: np.ndarray
-    yaw: np.ndarray  # radians about z from how delta_ee_pos holds it
-    grip: np.ndarray  # of the fingers, from -1 (close) to 1 (open)
-    speed: np.ndarray  # at most this part of the fastest step
+    yaw: np.ndarray  # radians about z, relative to the yaw that delta_ee_pos keeps
+    grip: np.ndarray  # action of the fingers, from -1 (close) to 1 (open)
+    speed: np.ndarray  # limit of a step, as a part of the largest step
 
 
 class Task(Protocol):
     name: str
     scene: Scene
-    instructions: tuple[str, ...]  # ways to say what to do
+    instructions: tuple[str, ...]  # phrasings of the task
     max_episode_steps: int
-    hold: int  # an episode is a success when `score` was satisfied in each of its last `hold` steps
-    reports_success: bool = True  # False where nothing is to be done, so that a success rate would say nothing
-    # where a scripted expert moves the hands next, by positions alone; None: there is none
+    hold: int  # an episode is a success if `score` was satisfied in each of its last `hold` steps
+    reports_success: bool = True  # False for a task that cannot succeed, so that a success rate is meaningless
+    # a scripted expert that computes the next targets of the hands from positions alone; None: no expert
     expert: Callable[[Situation], HandTarget] | None = None
 
     def start(self, rng: np.random.Generator) -> Start:
         """Draw the start of one episode."""
 
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
-        """Dense reward `[n]` in [0, 1] and whether the task is satisfied `[n]`."""
+        """Return the dense reward `[n]` in [0, 1] and whether the task is satisfied `[n]`."""
 
     def describe(self) -> dict[str, str]:
-        """What varies between episodes, for a person to read."""
+        """Return a readable description of what varies between episodes."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +104,20 @@ class Sector:
         return f"{self.near:.2f}..{self.far:.2f} m from the base, {where}+-{self.degrees:g} deg"
 
 
-WIDE = Sector(0.16, 0.49, 90)  # in reach, and neither off the table nor in the arm's base
+WIDE = Sector(0.16, 0.49, 90)  # within reach, on the table and clear of the arm's base
 
 
 def arm_near_home(
     rng: np.random.Generator, noise: float, opening: float = FINGER_TRAVEL, mount: Mount = SINGLE[0]
 ) -> np.ndarray:
-    """`[8]`: each joint uniform within `noise` rad of home."""
+    """Draw `[8]`: each joint uniform within `noise` rad of home."""
     arm = np.full(ARM_JOINTS + FINGERS, opening)
     arm[:ARM_JOINTS] = (*HOME[:-1], HOME[-1] - mount.hand_yaw) + rng.uniform(-noise, noise, ARM_JOINTS)
     return arm
 
 
 def standing(point: np.ndarray, z: float, yaw: float) -> np.ndarray:
-    """`[7]`: a thing that stands upright at (x, y), its centre at height `z`, turned by `yaw` rad."""
+    """The pose `[7]` of an object that stands upright at (x, y), its centre at height `z`, turned by `yaw` rad."""
     return np.array([*point, z, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
 
 
@@ -127,7 +127,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def rotation_columns(quat: np.ndarray) -> np.ndarray:
-    """`[..., 4]` unit quaternions to the first two columns of their rotation matrices, `[..., 6]`."""
+    """Unit quaternions `[..., 4]` -> the first two columns of their rotation matrices `[..., 6]`."""
     w, x, y, z = np.moveaxis(quat, -1, 0)
     first = [1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)]
     second = [2 * (x * y - w * z), 1 - 2 * (x * x + z * z), 2 * (y * z + w * x)]
@@ -137,8 +137,8 @@ def rotation_columns(quat: np.ndarray) -> np.ndarray:
 def grasp(
     hand: np.ndarray, grip: np.ndarray, place: np.ndarray, pressed: float, over: float = 0.065
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Above the place `[..., 3]`, down, close: for hands `[..., 3]` commanded open by `grip` `[...]`. Returns their
-    targets, finger actions `[...]`, and `[...]` bool: fingers are around the place, commanded closer than `pressed`."""
+    """Move hands `[..., 3]` above a place `[..., 3]`, lower and close them; `grip` `[...]` is the commanded opening.
+    Returns targets, finger actions `[...]`, and `[...]` bool: the hand is at the place with `grip` below `pressed`."""
     offset = hand - place
     aside, away = np.linalg.norm(offset[..., :2], axis=-1), np.linalg.norm(offset, axis=-1)
     below = offset[..., 2] < over - 0.02
@@ -170,7 +170,7 @@ class Reach(TabletopTask):
     def score(self, now: Situation) -> tuple[np.ndarray, np.ndarray]:
         away = distance(now.hand, now.goal)
         satisfied = away < self.radius
-        # the bonus makes arriving better than hovering
+        # the bonus makes a hand at the goal better than one that hovers near it
         return 0.7 * (1 - np.tanh(5 * away)) + 0.3 * satisfied, satisfied
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Tasks for two arms: lift a tray by both its handles, hand a bar from the left hand to the right one."""
+"""Tasks for two arms: lift a tray by both its handles; hand a bar from the left hand to the right hand."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ import numpy as np
 from sparring.envs.tabletop.scene import CUBE_HALF, DUAL, RED, Scene, Solid
 from sparring.envs.tabletop.tasks import base
 
-# from the tray's centre to where a hand holds a handle, metres along its own y and z
+# grasp point of a handle relative to the tray's centre, metres along the tray's y and z
 _HANDLE_Y, _HANDLE_Z = 0.105, 0.026
 _HANDLE_HALF = (0.018, 0.010, 0.020)
 TRAY = Solid(
@@ -18,12 +18,12 @@ TRAY = Solid(
     handles=(((0, _HANDLE_Y, _HANDLE_Z), _HANDLE_HALF), ((0, -_HANDLE_Y, _HANDLE_Z), _HANDLE_HALF)),
 )
 _CUBE = Solid("red_cube", RED)
-BAR = Solid("bar", (0.95, 0.72, 0.15), half=(0.016, 0.10, 0.016))  # lies along y where its yaw is 0
-BAR_GRIP = 0.065  # metres from the bar's middle to where a hand takes it
+BAR = Solid("bar", (0.95, 0.72, 0.15), half=(0.016, 0.10, 0.016))  # along y at yaw 0
+BAR_GRIP = 0.065  # metres from the bar's middle to its grasp points
 LEFT, RIGHT = 0, 1
-_FOOT = 0.085  # metres that things keep from the axis of an arm's base
-_OUT_OF_REACH = 0.53  # and from where a hand that points down can no longer touch the table
-_PRESSED = 0.008  # metres: handles and bar keep the fingers further open than this
+_FOOT = 0.085  # least distance of objects from the axis of an arm's base, metres
+_OUT_OF_REACH = 0.53  # distance from which on a hand that points down cannot touch the table, metres
+_PRESSED = 0.008  # metres; an opening that handles and bar prevent: a finger commanded below it presses on them
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Area:
 
 @dataclass(frozen=True)
 class LiftTray(base.TabletopTask):
-    """Take the tray by its two handles and hold it 8 cm or more above the table, level, the cube still on it."""
+    """Lift the tray by its two handles and hold it 8 cm or more above the table, level, with the cube on it."""
 
     tray: Area
-    yaw: float  # degrees to either side; from 60 on the arms get into each other's way
-    offset: float  # metres, along each side of the tray, that the cube stands off its middle
+    yaw: float  # degrees to either side; beyond 60 the arms block each other
+    offset: float  # largest offset of the cube from the tray's middle along each side of the tray, metres
     scene: Scene = Scene((TRAY, _CUBE), marker=None, arms=DUAL)
     instructions: tuple[str, ...] = (
         "lift the tray with both hands",
@@ -54,7 +54,7 @@ class LiftTray(base.TabletopTask):
     )
     max_episode_steps: int = 70
     height: float = 0.08
-    reach: base.Sector = base.WIDE  # where each arm takes its handle, from its own base
+    reach: base.Sector = base.WIDE  # where an arm can grasp its handle, relative to its base
 
     def start(self, rng: np.random.Generator) -> base.Start:
         arms, centre, yaw = _arms_and_pose(rng, self, self.tray)
@@ -78,7 +78,7 @@ class LiftTray(base.TabletopTask):
     def carries(self, now: base.Situation) -> np.ndarray:
         """`[n]` bool: the tray is tilted by less than 15 degrees and the cube stands on it."""
         axes, tray = _rotations(now.quats[:, 0]), now.objects[:, 0]
-        cube = np.einsum("nij,ni->nj", axes, now.objects[:, 1] - tray)  # as the tray sees it: [n, 3]
+        cube = np.einsum("nij,ni->nj", axes, now.objects[:, 1] - tray)  # in the axes of the tray: [n, 3]
         within = (np.abs(cube[:, :2]) < TRAY.half[:2]).all(axis=1)
         on = np.abs(cube[:, 2] - TRAY.half[2] - CUBE_HALF) < 0.01
         return within & on & (axes[:, 2, 2] > np.cos(np.deg2rad(15)))
@@ -111,8 +111,8 @@ class LiftTray(base.TabletopTask):
 
 @dataclass(frozen=True)
 class Handover(base.TabletopTask):
-    """The left hand takes the bar near one end, the right hand the other end in the air, the left one lets go. Done
-    when the right one holds the bar 5 cm or more above where it lay, and the left one is open and 6 cm or more away."""
+    """The left hand lifts the bar near one end, the right hand grasps the other end, the left hand releases the bar.
+    Satisfied if the right hand holds it 5 cm or more above its start, and the left is open and 6 cm or more away."""
 
     bar: Area
     yaw: float  # degrees to either side of y; 90 is any yaw
@@ -126,15 +126,15 @@ class Handover(base.TabletopTask):
     max_episode_steps: int = 130
     height: float = 0.05
     clear: float = 0.06
-    meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)  # where the bar's middle should be when it changes hands
-    reach: base.Sector = base.WIDE  # where the left arm takes its end of the bar, from its own base
+    meeting: tuple[float, float, float] = (-0.10, 0.0, 0.16)  # where the bar's middle is during the handover
+    reach: base.Sector = base.WIDE  # where the left arm can grasp its end of the bar, relative to its base
 
     def start(self, rng: np.random.Generator) -> base.Start:
         arms, centre, yaw = _arms_and_pose(rng, self, self.bar)
         return base.Start(arms, np.array(self.meeting), base.standing(centre, BAR.half[2], yaw)[None])
 
     def score(self, now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
-        along, from_bar = _beside_bar(now)
+        along, from_bar = _along_bar(now)
         held = (from_bar < 0.025) & _gripping(now, 2 * BAR.half[0])
         lifted = now.objects[:, 0, 2] - BAR.half[2] > self.height
         left, right = held.T
@@ -151,22 +151,22 @@ class Handover(base.TabletopTask):
 
     @staticmethod
     def expert(now: base.Situation) -> base.HandTarget:
-        along, from_bar = _beside_bar(now)
+        along, from_bar = _along_bar(now)
         left, right = ((from_bar < 0.025) & (now.grips < _PRESSED)).T
         axis = _rotations(now.quats[:, 0])[:, :, 1]
         own_yaw = np.arctan2(-axis[:, 0], axis[:, 1])
-        # how far a hand turns to take the bar across, and which side of its own y the left hand takes: 1 or -1
+        # yaw of a hand that grasps the bar; which half of the bar (sign along its y) the left hand grasps: 1 or -1
         bar_yaw = _half_turn(own_yaw)
         end = np.where(left, np.sign(along[:, LEFT]), np.where(np.abs(bar_yaw - own_yaw) < 0.1, 1.0, -1.0))
         places = np.stack([_on_bar(now, end * BAR_GRIP), _on_bar(now, -end * BAR_GRIP)], axis=1)
         take, close, _ = base.grasp(now.hands, now.grips, places, _PRESSED)
-        # brings the bar's middle to the meeting point
+        # hands at these points hold the bar's middle at the meeting point
         meet = now.goal[:, None] + [[0, 1, 0], [0, -1, 0]] * np.abs(along)[..., None]
         wait = now.goal + [0.0, -0.22, 0.06]
         low = now.objects[:, 0, 2] < 0.06
         hand = now.hands[:, LEFT]
         bring = np.where(low[:, None], hand + [0, 0, 0.05], meet[:, LEFT])
-        # the left hand stays until it is open, goes straight up, then a little back
+        # the left hand stays until it is open, then moves straight up, then back a little
         leave = now.goal + [0.0, BAR_GRIP, 0.12]
         leave[:, :2] = np.where(from_bar[:, LEFT, None] < 0.05, hand[:, :2], leave[:, :2])
         leave = np.where((now.widths[:, LEFT] < 0.065)[:, None], hand, leave)
@@ -201,7 +201,7 @@ class Handover(base.TabletopTask):
 
 
 def _arms_and_pose(rng: np.random.Generator, task: LiftTray | Handover, area: Area):
-    """Both arms near home, and where in the area a thing stands within their reach: its centre and its yaw."""
+    """Draw both arms near home, and the centre and yaw of an object in the area that the arms can reach."""
     arms = np.stack([base.arm_near_home(rng, task.joint_noise, mount=mount) for mount in DUAL])
     while True:
         centre, yaw = area.draw(rng), np.deg2rad(rng.uniform(-task.yaw, task.yaw))
@@ -209,8 +209,8 @@ def _arms_and_pose(rng: np.random.Generator, task: LiftTray | Handover, area: Ar
             return arms, centre, yaw
 
 
-def _beside_bar(now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
-    """How far along the bar from its middle each hand is, and how far from the bar's axis: `[n, 2]` each."""
+def _along_bar(now: base.Situation) -> tuple[np.ndarray, np.ndarray]:
+    """Position of each hand along the bar, from its middle, and distance from the bar's axis: `[n, 2]` each."""
     offset, axis = now.hands - now.objects[:, :1], _rotations(now.quats[:, 0])[:, :, 1]
     along = np.clip(np.einsum("nri,ni->nr", offset, axis), -BAR.half[1], BAR.half[1])
     return along, np.linalg.norm(offset - along[..., None] * axis[:, None], axis=2)
@@ -221,7 +221,7 @@ def _on_bar(now: base.Situation, along: np.ndarray) -> np.ndarray:
 
 
 def _half_turn(yaw: np.ndarray | float) -> np.ndarray | float:
-    """The same bar with its ends swapped or not: -115 to 65 degrees, the range of the left wrist."""
+    """The yaw of the same bar, with its ends swapped or not, in -115..65 degrees, the range of the left wrist."""
     return (yaw + np.deg2rad(115)) % np.pi - np.deg2rad(115)
 
 
@@ -235,7 +235,7 @@ def _handles(now: base.Situation) -> np.ndarray:
 
 
 def _gripping(now: base.Situation, thickness: float) -> np.ndarray:
-    """`[n, R]` bool: something about as thick keeps the fingers open."""
+    """`[n, R]` bool: an object of about this thickness keeps the fingers open."""
     held_open = (now.widths > thickness - 0.008) & (now.widths < thickness * np.sqrt(2) + 0.004)
     return held_open & (2 * now.grips < now.widths - 0.008)
 

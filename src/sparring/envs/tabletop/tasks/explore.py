@@ -1,4 +1,4 @@
-"""Loose objects of many shapes: to explore, or as clutter that distracts from another task."""
+"""Loose objects of many shapes: the task `explore`, and clutter for other tasks."""
 
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
@@ -9,7 +9,7 @@ import numpy as np
 from sparring.envs.tabletop.scene import SCENERY, SCREEN, Part, Scene, Solid, TableObject
 from sparring.envs.tabletop.tasks.base import WIDE, Situation, Start, TabletopTask, arm_near_home, standing
 
-# one of each shape; not red, blue or green, which the tasks speak of
+# one of each shape; not red, blue or green, because instructions name these colours
 TOYS = (
     Solid("ball", (0.95, 0.58, 0.72), (0.023, 0.023, 0.023), 0.05, "ball"),
     Solid("cylinder", (0.95, 0.78, 0.16), (0.020, 0.020, 0.030), 0.06, "cylinder"),
@@ -18,20 +18,20 @@ TOYS = (
     Solid("box", (0.45, 0.30, 0.20), (0.020, 0.028, 0.024), 0.07),
     Solid("tile", (0.28, 0.30, 0.34), (0.035, 0.022, 0.009), 0.06),
 )
-_DROP = 1e-4  # metres; MuJoCo 3.8 finds a touching ellipsoid to be deep inside
-_GAP, _AWAY, _BASE = 0.01, 0.09, 0.12  # metres: between things, from the ways to the goal, around an arm's foot
+_DROP = 1e-4  # metres above the table: MuJoCo 3.8 computes a deep penetration for an ellipsoid that just touches
+_GAP, _AWAY, _BASE = 0.01, 0.09, 0.12  # metres: between objects, from the paths to the goal, around an arm's base
 _TRIES = 100
 
 
 class _Zone(NamedTuple):
-    """All points nearer than `radius` to the line from one point (x, y) to another."""
+    """All points within `radius` of the segment from one point (x, y) to another."""
 
     one: np.ndarray
     other: np.ndarray
     radius: float
 
     def room(self, point: np.ndarray) -> float:
-        """Metres from its border; negative inside."""
+        """Distance to its border in metres; negative inside."""
         line, offset = self.other - self.one, point - self.one
         along = np.clip(offset @ line / max(line @ line, 1e-12), 0, 1)
         return np.hypot(*(offset - along * line)) - self.radius
@@ -41,7 +41,7 @@ def _scatter(rng: np.random.Generator, things: tuple[TableObject, ...], zones: l
     taken, poses = list(zones), np.zeros((len(things), 7))
     for pose, thing in zip(poses, things, strict=True):
         radius, best, most = _footprint(thing) + _GAP, np.zeros(2), -np.inf
-        for _ in range(_TRIES):  # the first point with so much room around it, or the best of many
+        for _ in range(_TRIES):  # the first point with enough room around it, or the best of many
             point = WIDE.draw(rng)
             room = min((zone.room(point) for zone in taken), default=np.inf)
             if room > most:
@@ -60,10 +60,10 @@ def with_clutter(scene: Scene, count: int) -> Scene:
 
 def place_clutter(rng: np.random.Generator, scene: Scene, start: Start) -> np.ndarray:
     points = [*start.objects[:, :2], start.goal[:2]]
-    ways = [_Zone(one, other, _AWAY) for one, other in combinations_with_replacement(points, 2)]
+    paths = [_Zone(one, other, _AWAY) for one, other in combinations_with_replacement(points, 2)]
     objects = [_Zone(point, point, _footprint(thing)) for thing, point in zip(scene.objects, points, strict=False)]
     arms = [_Zone(base, base, _BASE) for base in (np.array(mount.base[:2]) for mount in scene.arms)]
-    return _scatter(rng, scene.clutter, ways + objects + arms)
+    return _scatter(rng, scene.clutter, paths + objects + arms)
 
 
 def _footprint(thing: TableObject) -> float:
@@ -77,7 +77,7 @@ _STAND = Part(f"""
 
 @dataclass(frozen=True)
 class Explore(TabletopTask):
-    """Never rewarded and never done. The screen shows noise when env.noise_screen asks for it."""
+    """No reward and no success. The screen shows noise if env.noise_screen is true."""
 
     scene: Scene = Scene(TOYS, marker=None, scenery=(_STAND,))
     instructions: tuple[str, ...] = (
@@ -98,4 +98,4 @@ class Explore(TabletopTask):
         return np.zeros(n), np.zeros(n, bool)
 
     def describe(self) -> dict[str, str]:
-        return {f"{len(TOYS)} things": str(WIDE), "yaw": "any"}
+        return {f"{len(TOYS)} objects": str(WIDE), "yaw": "any"}

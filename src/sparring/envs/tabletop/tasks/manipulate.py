@@ -13,8 +13,8 @@ _RED_CUBE = Solid("red_cube", RED)
 _BLUE_CUBE = Solid("blue_cube", BLUE)
 COLOURS = {"red": _RED_CUBE, "blue": _BLUE_CUBE, "green": Solid("green_cube", GREEN)}
 _BLUE_PLATE = Solid("blue_plate", BLUE, half=(0.045, 0.045, 0.008), mass=0.5)  # too high to push a cube onto
-REACHABLE = base.Sector(0.12, 0.515, 120)  # where a hand that points down can touch the table, with a little to spare
-_PRESSED = 0.012  # metres: a cube keeps the fingers further open than this
+REACHABLE = base.Sector(0.12, 0.515, 120)  # where a hand that points down can touch the table, with a margin
+_PRESSED = 0.012  # metres; an opening that a cube prevents: a finger commanded below it presses on the cube
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Push(base.TabletopTask):
         arm = base.arm_near_home(rng, self.joint_noise, opening=0.0)
         while True:
             cube, goal = _points_apart(rng, (self.cube, self.goal), *self.travel)
-            # the arm reaches behind the cube
+            # the arm must reach behind the cube
             if REACHABLE.holds(cube - 0.06 * (goal - cube) / np.hypot(*(goal - cube))):
                 break
         return base.Start(arm, np.array([*goal, 0.0]), resting(_RED_CUBE, cube, rng, self.yaw)[None])
@@ -48,7 +48,7 @@ class Push(base.TabletopTask):
         cube = now.objects[:, 0]
         away = base.distance(cube[:, :2], now.goal[:, :2])
         satisfied = away < self.radius
-        # where the hand touches the cube from the side away from the goal: [n, 3]
+        # where the hand touches the side of the cube away from the goal: [n, 3]
         towards = now.goal[:, :2] - cube[:, :2]
         towards = towards / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-3)
         behind = np.concatenate([cube[:, :2] - 0.035 * towards, np.full((len(cube), 1), 0.03)], axis=1)
@@ -66,7 +66,7 @@ class Push(base.TabletopTask):
         behind = cube[:, :2] - 0.052 * way
         low, off = now.hand[:, 2] < 0.05, base.distance(now.hand[:, :2], behind)
 
-        high = now.hand[:, 2] > 0.06  # up where it is in the way, then over to behind the cube, then down
+        high = now.hand[:, 2] > 0.06  # first up, then over to the side behind the cube, then down
         xy = np.where(high[:, None], behind, now.hand[:, :2])
         z = np.where(off < 0.015, 0.022, 0.08)
         ready = low & (along < -0.02) & (np.abs(aside) < 0.016)
@@ -83,7 +83,7 @@ class Push(base.TabletopTask):
 
 @dataclass(frozen=True)
 class Lift(base.TabletopTask):
-    """Grasp the first cube and hold it 6 cm or more above where it stood, whatever stands beside it."""
+    """Grasp the first cube and hold it 6 cm or more above its start; other objects may stand nearby."""
 
     cube: base.Sector
     yaw: float
@@ -96,7 +96,7 @@ class Lift(base.TabletopTask):
     )
     max_episode_steps: int = 50
     height: float = 0.06
-    # where the scene's other objects stand, and metres between them all: the open fingers fit in
+    # where the scene's other objects stand, and least metres between all objects: the open fingers fit in between
     others: tuple[base.Sector, ...] = ()
     apart: float = 0.10
 
@@ -126,7 +126,7 @@ class Lift(base.TabletopTask):
 
     @classmethod
     def pick(cls, name: str, cubes: dict[str, base.Sector], yaw: float, noise: float) -> "Lift":
-        """Lift the cube whose colour the name says; only the instruction tells which. `cubes`: colour -> its place."""
+        """Lift the cube whose colour is in `name`; only the instruction identifies it. `cubes`: colour -> start."""
         colour = name.split("_")[1]
         instructions = (
             f"lift the {colour} cube",
@@ -142,7 +142,7 @@ class Lift(base.TabletopTask):
 
 @dataclass(frozen=True)
 class _PutOn(base.TabletopTask):
-    """Grasp the cube, put it on the second object, let go and draw back."""
+    """Grasp the cube, put it on the second object, release it and move the hand away."""
 
     cube: base.Sector
     support: base.Sector
@@ -150,7 +150,7 @@ class _PutOn(base.TabletopTask):
     yaw: float
     scene: Scene
     instructions: tuple[str, ...]
-    tolerance: float  # metres that the cube may lie off the middle
+    tolerance: float  # largest horizontal distance of the cube from the middle, metres
     max_episode_steps: int = 80
 
     def start(self, rng: np.random.Generator) -> base.Start:
@@ -167,7 +167,7 @@ class _PutOn(base.TabletopTask):
         satisfied = on & ~held & (from_hand > 0.04)
         near, there = 1 - np.tanh(8 * from_hand), 1 - np.tanh(8 * base.distance(cube, target))
         carried = 0.15 * near + held * (0.1 + 0.35 * there)
-        # each stage beats the one before
+        # each stage has a higher reward than the one before
         opened, drawn_back = np.clip(now.width / (2 * FINGER_TRAVEL), 0, 1), np.clip(from_hand / 0.04, 0, 1)
         reward = np.where(on, 0.65 + 0.2 * opened + 0.1 * drawn_back, carried)
         return np.where(satisfied, 1.0, reward), satisfied
@@ -178,7 +178,7 @@ class _PutOn(base.TabletopTask):
         target[:, :2] = now.objects[:, 1, :2]
         point, grip, held = base.grasp(now.hand, now.grip, cube, pressed=_PRESSED)
         aside, height = base.distance(cube[:, :2], target[:, :2]), cube[:, 2] - target[:, 2]
-        clear = height > 0.015  # straight up until it clears what it goes on, then over, then down
+        clear = height > 0.015  # straight up until it clears the second object, then over, then down
         carry = np.where(clear[:, None], target, cube)
         carry[:, 2] = target[:, 2] + np.where(aside < 0.008, 0.0, 0.035)
         point = np.where(held[:, None], carry + offset, point)
@@ -227,7 +227,7 @@ def _face(quat: np.ndarray) -> np.ndarray:
 
 
 def _points_apart(rng: np.random.Generator, sectors: tuple[base.Sector, ...], low: float, high: float) -> np.ndarray:
-    """A point in each sector, and so many metres between them all."""
+    """Draw a point in each sector; all distances between points are `low` to `high` metres."""
     while True:
         points = np.stack([sector.draw(rng) for sector in sectors])
         if all(low <= np.hypot(*(other - one)) <= high for one, other in combinations(points, 2)):
@@ -243,7 +243,7 @@ def _resting_place(objects: np.ndarray, scene: Scene) -> np.ndarray:
 
 
 def _holding(now: base.Situation) -> np.ndarray:
-    """`[n]` bool: the hand is at the first object, which keeps the fingers open, by its side or up to its diagonal."""
+    """`[n]` bool: the hand is at the first object, and a cube's side, up to its diagonal, keeps the fingers open."""
     close = base.distance(now.hand, now.objects[:, 0]) < 0.025
     held_open = (now.width > 2 * CUBE_HALF - 0.01) & (now.width < 2 * CUBE_HALF * np.sqrt(2) + 0.004)
     return close & held_open & (2 * now.grip < now.width - 0.008)

@@ -15,7 +15,7 @@ _DARK, _RIM, _YELLOW = "0.17 0.18 0.22 1", "0.38 0.40 0.46 1", "0.98 0.78 0.12 1
 
 @dataclass(frozen=True)
 class _PushButton:
-    """A heavy box with a round cap on a spring; its joint is how far the cap is pressed, 12 mm at most."""
+    """A heavy box with a round cap on a spring; its joint is the depth to which the cap is pressed, 12 mm at most."""
 
     name: str = "button"
     half: tuple[float, float, float] = (0.045, 0.045, 0.02)
@@ -23,12 +23,12 @@ class _PushButton:
 
     @property
     def top(self) -> float:
-        """Metres from the middle of the box up to the top of the cap when nothing presses it."""
+        """Metres from the middle of the box up to the top of the released cap."""
         return self.half[2] + _BUTTON_TRAVEL + 0.008
 
     def part(self) -> Part:
         x, y, z = self.half
-        # gravity is compensated and the spring's end is not a stop, which would cost solver time
+        # gravity is compensated and the cap rests before the end of its range: a stop would cost solver time
         cap = f"""
       <body name="button_cap" pos="0 0 {self.top - _CAP_HALF}" gravcomp="1">
         <joint name="button_press" type="slide" axis="0 0 -1" range="-0.001 {_BUTTON_TRAVEL}" stiffness="350"
@@ -94,7 +94,7 @@ def _cap_top(now: base.Situation) -> np.ndarray:
 
 
 _DRAWER_TRAVEL = 0.10
-# where the hand grips the knob, from the middle of the closed cabinet: a hand of any yaw touches nothing else
+# grasp point of the knob relative to the middle of the closed cabinet: a hand of any yaw touches nothing else
 _KNOB = (0.107, 0.0, 0.0555)
 _KNOB_RADIUS = 0.012
 _WALL = 0.004
@@ -103,7 +103,7 @@ _BLUE, _IVORY, _RED, _INSIDE = "0.27 0.42 0.58 1", "0.93 0.92 0.88 1", "0.86 0.1
 
 @dataclass(frozen=True)
 class _Cabinet:
-    """A heavy box, open to its own +x, with a drawer in it; its joint is how far the drawer is open, 10 cm at most."""
+    """A heavy box, open at its +x side, with a drawer in it; its joint is the opening of the drawer, 10 cm at most."""
 
     name: str = "cabinet"
     half: tuple[float, float, float] = (0.07, 0.06, 0.0375)
@@ -112,7 +112,7 @@ class _Cabinet:
     def part(self) -> Part:
         x, y, z = self.half
         side, lid = y - _WALL, z - _WALL
-        carcass = (  # only the bottom touches the table: the others end a little above it
+        carcass = (  # only the bottom touches the table: the other panels end slightly above it
             _panel(_BLUE, (0, 0, -lid), (x, y, _WALL), mass=3.0)
             + _panel(_BLUE, (0, 0, lid), (x, y, _WALL))
             + _panel(_BLUE, (0, side, 0), (x, _WALL, lid - _WALL))
@@ -131,7 +131,7 @@ class _Cabinet:
             + _panel(_IVORY, (-long, 0, -0.006), (0.002, wide, low - 0.006))
             + _panel(_IVORY, (x + 0.004, 0, 0.001), (_WALL, y - 0.001, z - 0.003))
         )
-        bottom, top = -0.01, _KNOB[2] + 0.022 - _KNOB_RADIUS  # the knob reaches 22 mm above where it is gripped
+        bottom, top = -0.01, _KNOB[2] + 0.022 - _KNOB_RADIUS  # the knob ends 22 mm above its grasp point
         knob = f"""
         <geom type="box" size="0.018 0.006 0.006" pos="{_KNOB[0] - 0.016} 0 {bottom}" mass="0.01" rgba="{_RED}"
           {OBJECT}/>
@@ -155,8 +155,10 @@ _CABINET = _Cabinet()
 
 @dataclass(frozen=True)
 class Drawer(base.TabletopTask):
+    """Open the drawer by 7 cm or more."""
+
     knob: base.Sector  # where the middle of the knob's path is
-    # degrees: where the front looks (0 away from the robot, -90 to its right), and up to how far to either side of that
+    # degrees: direction of the front (0: away from the robot, -90: to its right), and deviation to either side
     front: float
     spread: float
     scene: Scene = Scene((_CABINET,), marker=None)
@@ -205,14 +207,14 @@ def _knob_now(now: base.Situation) -> np.ndarray:
 
 
 def _knobs(cabinet: np.ndarray, opening: np.ndarray) -> np.ndarray:
-    """`[n, 3]`: where the knobs of cabinets at poses `[n, 7]`, which stand level, are at openings `[n]`."""
+    """Positions `[n, 3]` of the knobs of upright cabinets at poses `[n, 7]` with openings `[n]`."""
     yaw = 2 * np.arctan2(cabinet[:, 6], cabinet[:, 3])
     out = _KNOB[0] + opening
     return cabinet[:, :3] + np.stack([out * np.cos(yaw), out * np.sin(yaw), np.full(len(yaw), _KNOB[2])], axis=1)
 
 
 def _fits(centre: np.ndarray, front: np.ndarray) -> bool:
-    """The cabinet stands on the table, clear of the arm's base, and the knob's whole path is in reach."""
+    """Whether the cabinet stands on the table, clear of the arm's base, with the knob's whole path within reach."""
     x, y, _ = _CABINET.half
     aside = np.array([-front[1], front[0]])
     path = [centre + (_KNOB[0] + opening) * front for opening in np.linspace(0, _DRAWER_TRAVEL, 11)]

@@ -1,5 +1,5 @@
-"""Every task by name. The suffix is the distribution of starts: d0 narrow (about +-3 cm), d1 wider, d2 more than 60 %
-of the table in reach of a hand that points down, at any yaw (docs/suite.md has the shares for two arms)."""
+"""All tasks by name. The suffix is the distribution of starts: d0 narrow (about +-3 cm), d1 wider, d2 more than 60 % of
+the table within reach of a hand that points down, at any yaw (docs/suite.md has the shares for two arms)."""
 
 from dataclasses import replace
 from difflib import get_close_matches
@@ -60,16 +60,16 @@ def find(name: str) -> Task:
         return TASKS[name]
     near = get_close_matches(name, TASKS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"env.task={name!r} is no tabletop task; {hint}there are: {', '.join(TASKS)}")
+    raise UserError(f"env.task={name!r} is not a tabletop task; {hint}expected one of: {', '.join(TASKS)}")
 
 
 def describe() -> list[tuple[str, str, str]]:
-    told = {task: ", ".join(f"{key} {value}" for key, value in task.describe().items()) for task in TASKS.values()}
-    return [(task.name, task.instructions[0], description) for task, description in told.items()]
+    texts = {task: ", ".join(f"{key} {value}" for key, value in task.describe().items()) for task in TASKS.values()}
+    return [(task.name, task.instructions[0], text) for task, text in texts.items()]
 
 
 def register() -> None:
-    """Make the tasks known to gymnasium, which imports the envs themselves when one is made."""
+    """Register the tasks in gymnasium, which imports their env classes only to create an env."""
     import gymnasium
 
     for task in TASKS:

@@ -1,1 +1,1 @@
-"""Hand-written Hopper kernels that decide as the native VLA does."""
+"""Hand-written Hopper kernels that sample actions of the native VLA."""

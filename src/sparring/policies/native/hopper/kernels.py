@@ -1,8 +1,8 @@
-"""Triton kernels for acting on Hopper GPUs, and their launches (`Kernels`): how their work is cut into tiles.
+"""Triton kernels for acting on Hopper GPUs, their tile sizes, and their launches (`Kernels`).
 
-With few tokens, weights and launches are the bound: our products fuse turns, sums and the activation. With many, the
-GPU's library multiplies, and kernels here do only what lies between its products.
-Letters: B rows, T tokens, M = B * T, K and N width before and after a product, C tokens of the cache, d numbers of a
+With few tokens, reading weights and launching kernels dominates: the kernels here fuse products with RoPE, sums and the
+activation. With many tokens, cuBLAS computes most products, and the kernels here do the rest.
+Letters: B rows, T tokens, M = B * T, K and N width before and after a product, C tokens of the cache, d size of a
 head, R = T times the heads that share keys."""
 
 import math
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# how each kernel cuts its work, for up to so many tokens (M) of a step; measured on an H200
+# tile sizes of each kernel, for up to that many tokens (M) of a step; the fastest ones measured on an H200
 TILES = {
     64: {
         "project": {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
@@ -29,16 +29,16 @@ TILES = {
         "down": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "SPLITS": 2, "num_warps": 4, "num_stages": 4},
     },
 }
-_GATED = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 16, "num_warps": 8, "num_stages": 4}
-_COUNTERS = 1 << 16  # tiles of a product that several programs may share
-_OVERLAP = 64  # for up to so many tokens a kernel starts while the one before it ends
+_GATE_MANY = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 16, "num_warps": 8, "num_stages": 4}
+_COUNTERS = 1 << 16  # maximum number of tiles whose sum is split over several programs
+_OVERLAP = 64  # up to this many tokens, a kernel starts before the previous one ends (programmatic dependent launch)
 _EPSILON = tl.constexpr(1e-6)
-_NOTHING = tl.constexpr(-1e30)
+_MASKED = tl.constexpr(-1e30)
 
 
 @torch.library.custom_op("sparring::gelu_product", mutates_args=())
 def _gelu_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """gelu(x [N, P, K] @ weight.T + bias) by the library; one piece for the compiler: the activation stays fused."""
+    """gelu(x [N, P, K] @ weight.T + bias) by cuBLAS; a custom op, so that the compiler keeps the activation fused."""
     return torch._addmm_activation(bias, x.flatten(0, 1), weight.t(), use_gelu=True).view(*x.shape[:2], -1)
 
 
@@ -48,109 +48,111 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor
 
 
 class Kernels:
-    """On one device. A layer of few tokens takes project, attend, add, gate; one of many turn, weigh, gated."""
+    """Launches kernels: norm; project, attend, add, gate for few tokens; rotate, softmax, gate_many for many."""
 
     def __init__(self, device: torch.device):
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)  # zero before and after each kernel
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)  # every kernel resets them to zero
         self.gelu_product = _gelu_product
 
     def norm(self, x, scale) -> torch.Tensor:
         out, width = torch.empty_like(x), x.shape[2]
         rows = x.numel() // width
-        _normed[(rows,)](x, scale, out, width, BLOCK=triton.next_power_of_2(width), **_overlap(x, rows))
+        _rms_norm[(rows,)](x, scale, out, width, BLOCK=triton.next_power_of_2(width), **_overlap(x, rows))
         return out
 
-    def project(self, x, weight, turns, q, keys, values, at: int) -> None:
-        """Queries, keys and values of tokens x [B, T, K], turned, where they belong: q [B, T, heads, d], and the cache
-        [B, kv heads, C, d] from token `at` on. Turns: cos and sin [B, at least T, d/2]."""
+    def project(self, x, weight, rope, q, keys, values, at: int) -> None:
+        """Write rotated queries of tokens x [B, T, K] to q [B, T, heads, d], and their rotated keys and their values to
+        the cache [B, kv heads, C, d] from token `at` on. `rope`: cos and sin [B, at least T, d/2]."""
         batch, tokens, width = x.shape
         heads, size = q.shape[2:]
-        shared, room = keys.shape[1:3]
+        kv_heads, length = keys.shape[1:3]
         tile = _tile("project", x, batch * tokens, N=size // 2, K=width)
-        grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), (heads + 2 * shared) * (size // 2 // tile["BLOCK_N"]))
+        grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), (heads + 2 * kv_heads) * (size // 2 // tile["BLOCK_N"]))
         _project[grid](
-            x, weight, *turns, q, keys, values, batch * tokens, tokens, at, room, keys.stride(0) // size,
-            turns[0].shape[1],
-            K=width, HEADS=heads, KV=shared, D=size, **tile,
+            x, weight, *rope, q, keys, values, batch * tokens, tokens, at, length, keys.stride(0) // size,
+            rope[0].shape[1],
+            K=width, HEADS=heads, KV=kv_heads, D=size, **tile,
         )  # fmt: skip
 
-    def attend(self, q, keys, values, seen, states: int, at: int) -> torch.Tensor:
-        """Queries [B, T, heads, d] over the cache's `at` tokens that are `seen` [B, C], and the T after them:
-        [B, T, heads * d]. The first `states` of the T see only the cache and each other."""
+    def attend(self, q, keys, values, mask, state_count: int, at: int) -> torch.Tensor:
+        """Attention of queries [B, T, heads, d] over the first `at` + T tokens of the cache, with `mask` [B, C]:
+        [B, T, heads * d]. The first `state_count` of the T tokens attend only to the cache and to each other."""
         batch, tokens, heads, size = q.shape
-        shared, room = keys.shape[1:3]
+        kv_heads, length = keys.shape[1:3]
         tile = _tile("attend", q, batch * tokens)
         splits, out = tile["SPLITS"], torch.empty_like(q)
         parts, sums = (q.new_empty((splits, batch * tokens * heads, n), dtype=torch.float32) for n in (size, 2))
-        grid = (triton.cdiv(tokens * (heads // shared), tile["BLOCK_M"]), splits, batch * shared)
+        grid = (triton.cdiv(tokens * (heads // kv_heads), tile["BLOCK_M"]), splits, batch * kv_heads)
         _attend[grid](
-            q, keys, values, seen, out, parts, sums, self.counters, tokens, states, at, room, keys.stride(0) // size,
-            size**-0.5,
-            HEADS=heads, KV=shared, D=size, BLOCKS=triton.cdiv(at + tokens, tile["BLOCK_N"] * splits), **tile,
+            q, keys, values, mask, out, parts, sums, self.counters, tokens, state_count, at, length,
+            keys.stride(0) // size, size**-0.5,
+            HEADS=heads, KV=kv_heads, D=size, BLOCKS=triton.cdiv(at + tokens, tile["BLOCK_N"] * splits), **tile,
         )  # fmt: skip
         return out.flatten(2)
 
     def gate(self, x, weight) -> torch.Tensor:
-        """[B, T, K] -> [B, T, N], by weight [2 N, K]."""
+        """gelu(x @ first half of weight.T) * (x @ second half): [B, T, K] -> [B, T, N], by weight [2 N, K]."""
         batch, tokens, width = x.shape
-        wide = len(weight) // 2
-        tile = _tile("gate", x, batch * tokens, N=wide, K=width)
-        out = x.new_empty(batch, tokens, wide)
-        grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), wide // tile["BLOCK_N"])
-        _gate[grid](x, weight, out, batch * tokens, K=width, N=wide, **tile)
+        out_width = len(weight) // 2
+        tile = _tile("gate", x, batch * tokens, N=out_width, K=width)
+        out = x.new_empty(batch, tokens, out_width)
+        grid = (triton.cdiv(batch * tokens, tile["BLOCK_M"]), out_width // tile["BLOCK_N"])
+        _gate[grid](x, weight, out, batch * tokens, K=width, N=out_width, **tile)
         return out
 
     def add(self, name: str, x, y, weight) -> torch.Tensor:
-        """x [B, T, N] + y [B, T, K] @ weight.T; `name` of the tile: out or down."""
-        rows, (wide, width) = x.shape[0] * x.shape[1], weight.shape
-        tile = _tile(name, x, rows, N=wide, K=width)
+        """x [B, T, N] + y [B, T, K] @ weight.T; `name`: out or down, for the tile sizes."""
+        rows, (out_width, width) = x.shape[0] * x.shape[1], weight.shape
+        tile = _tile(name, x, rows, N=out_width, K=width)
         splits, out = tile["SPLITS"], torch.empty_like(x)
-        parts = x.new_empty((splits, rows, wide) if splits > 1 else 1, dtype=torch.float32)
-        grid = (triton.cdiv(rows, tile["BLOCK_M"]), wide // tile["BLOCK_N"], splits)
-        _add[grid](x, y, weight, out, parts, self.counters, rows, K=width, N=wide, **tile)
+        parts = x.new_empty((splits, rows, out_width) if splits > 1 else 1, dtype=torch.float32)
+        grid = (triton.cdiv(rows, tile["BLOCK_M"]), out_width // tile["BLOCK_N"], splits)
+        _add[grid](x, y, weight, out, parts, self.counters, rows, K=width, N=out_width, **tile)
         return out
 
-    def turn(self, qkv, turns, heads: int, keys, values, at: int) -> torch.Tensor:
-        """What `project` does after its product, which is [B, T, (heads + 2 kv heads) * d]; queries as
-        [B, kv heads, R, d], as if heads that share keys were more queries."""
+    def rotate(self, qkv, rope, heads: int, keys, values, at: int) -> torch.Tensor:
+        """The second part of `project`, for a product qkv [B, T, (heads + 2 kv heads) * d]. Returns queries
+        [B, kv heads, R, d]: heads that share keys are stacked as additional queries."""
         batch, tokens = qkv.shape[:2]
-        shared, room, size = keys.shape[1:]
-        q = qkv.new_empty(batch, shared, tokens * (heads // shared), size)
-        _turn[(batch * tokens,)](
-            qkv, *turns, q, keys, values, tokens, at, room, keys.stride(0) // size, turns[0].shape[1],
-            HEADS=heads, KV=shared, D=size, BLOCK=triton.next_power_of_2(heads + 2 * shared), num_warps=4,
+        kv_heads, length, size = keys.shape[1:]
+        q = qkv.new_empty(batch, kv_heads, tokens * (heads // kv_heads), size)
+        _rotate[(batch * tokens,)](
+            qkv, *rope, q, keys, values, tokens, at, length, keys.stride(0) // size, rope[0].shape[1],
+            HEADS=heads, KV=kv_heads, D=size, BLOCK=triton.next_power_of_2(heads + 2 * kv_heads), num_warps=4,
         )  # fmt: skip
         return q
 
-    def weigh(self, scores, seen, tokens: int, states: int, at: int, scale: float) -> None:
-        """Scores [B * kv heads, R, L] of T tokens become weights that sum to 1, in place. Who is seen: as `attend`.
-        L is at least `at` + T; what lies beyond gets 0."""
+    def softmax(self, scores, mask, tokens: int, state_count: int, at: int, scale: float) -> None:
+        """Masked softmax of scores [B * kv heads, R, L] of T tokens, in place; the mask is that of `attend`.
+        L is at least `at` + T; later entries get weight 0."""
         count, rows, width = scores.shape
         block = triton.next_power_of_2(width)
-        several = max(4096 // block, 1)  # rows at once
-        _weigh[(triton.cdiv(rows, several), count)](
-            scores, seen, rows, width, at + tokens, states, at, seen.shape[1], scale,
-            KV=count // len(seen), GROUP=rows // tokens, BLOCK_M=several, BLOCK_N=block, num_warps=4,
+        block_rows = max(4096 // block, 1)
+        _softmax[(triton.cdiv(rows, block_rows), count)](
+            scores, mask, rows, width, at + tokens, state_count, at, mask.shape[1], scale,
+            KV=count // len(mask), GROUP=rows // tokens, BLOCK_M=block_rows, BLOCK_N=block, num_warps=4,
         )  # fmt: skip
 
-    def gated(self, x, weight) -> torch.Tensor:
+    def gate_many(self, x, weight) -> torch.Tensor:
+        """`gate` for many tokens."""
         batch, tokens, width = x.shape
-        wide = len(weight) // 2
-        tile = _GATED | {"BLOCK_N": math.gcd(wide, _GATED["BLOCK_N"]), "BLOCK_K": math.gcd(width, _GATED["BLOCK_K"])}
-        rows, columns, inner = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-        out = x.new_empty(batch * tokens, wide)
-        _gated[(triton.cdiv(batch * tokens, rows) * (wide // columns),)](
+        out_width = len(weight) // 2
+        rows, columns, inner = (_GATE_MANY[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+        columns, inner = math.gcd(out_width, columns), math.gcd(width, inner)
+        tile = _GATE_MANY | {"BLOCK_N": columns, "BLOCK_K": inner}
+        out = x.new_empty(batch * tokens, out_width)
+        _gate_many[(triton.cdiv(batch * tokens, rows) * (out_width // columns),)](
             TensorDescriptor.from_tensor(x.view(batch * tokens, width), [rows, inner]),
             TensorDescriptor.from_tensor(weight, [columns, inner]),
             TensorDescriptor.from_tensor(out, [rows, columns]),
-            batch * tokens, K=width, N=wide, **tile,
+            batch * tokens, K=width, N=out_width, **tile,
         )  # fmt: skip
-        return out.view(batch, tokens, wide)
+        return out.view(batch, tokens, out_width)
 
 
 def _tile(name: str, x, rows: int, N: int = 0, K: int = 0) -> dict:
-    """How a kernel is launched. Tiles are narrower where the sizes are no multiples."""
-    tile = next(tiles for most, tiles in TILES.items() if rows <= most)[name] | _overlap(x, rows)
+    """Launch settings of a kernel. Tiles are narrowed to divide sizes that are no multiples of them."""
+    tile = next(tiles for limit, tiles in TILES.items() if rows <= limit)[name] | _overlap(x, rows)
     if K:
         if K % (16 * tile.get("SPLITS", 1)):
             tile["SPLITS"] = 1
@@ -166,14 +168,14 @@ def _overlap(x, rows: int) -> dict:
 
 @triton.jit
 def _wait(EARLY: tl.constexpr):
-    """Until what the kernel before has written is there; the next one may come and wait, too."""
+    """Wait for the results of the previous kernel, then allow the next one to start."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _normed(x, scale, out, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _rms_norm(x, scale, out, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     _wait(EARLY)
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     value = tl.load(x + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
@@ -183,8 +185,8 @@ def _normed(x, scale, out, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 
 @triton.jit
-def _twice(x, weight, rows, M, first, second, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Two products with rows of x [M, K]: weight's rows `first` and `second`."""
+def _two_products(x, weight, rows, M, first, second, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Two products of rows of x [M, K]: with the rows `first` and `second` of weight."""
     left = tl.zeros([rows.shape[0], first.shape[0]], tl.float32)
     right = tl.zeros([rows.shape[0], first.shape[0]], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -192,51 +194,52 @@ def _twice(x, weight, rows, M, first, second, K: tl.constexpr, BLOCK_K: tl.const
         value = tl.load(x + rows[:, None] * K + inner[None, :], mask=rows[:, None] < M, other=0.0)
         left = tl.dot(value, tl.load(weight + first[None, :] * K + inner[:, None]), left, input_precision="ieee")
         right = tl.dot(value, tl.load(weight + second[None, :] * K + inner[:, None]), right, input_precision="ieee")
-    # rounded as if it had been stored
-    kind = weight.dtype.element_ty
-    return left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
+    # round like a product that is stored
+    dtype = weight.dtype.element_ty
+    return left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _project(
-    x, weight, cos, sin, q, keys, values, M, T, at, C, stride, turns,
+    x, weight, cos, sin, q, keys, values, M, T, at, C, stride, rope_rows,
     K: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Product and turn; queries to q [M, HEADS, D], keys and values [B, KV, C, D] from `at` on, rows `stride` apart."""
+    """Product and RoPE; queries to q [M, HEADS, D], keys and values to [B, KV, C, D] from `at` on. `stride`: rows of
+    size D per batch row of the cache."""
     _wait(EARLY)
     HALF: tl.constexpr = D // 2
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head, part = tl.program_id(1) // (HALF // BLOCK_N), tl.program_id(1) % (HALF // BLOCK_N)
-    # number i and i + d/2 of a head are turned together
-    number = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = head * D + number
-    left, right = _twice(x, weight, rows, M, first, first + HALF, K, BLOCK_K)
-    batch, token, there = rows // T, rows % T, (rows < M)[:, None]
-    angle = (batch * turns + token)[:, None] * HALF + number[None, :]
+    # dims i and i + d/2 of a head are rotated as a pair
+    dim = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = head * D + dim
+    left, right = _two_products(x, weight, rows, M, first, first + HALF, K, BLOCK_K)
+    batch, token, valid = rows // T, rows % T, (rows < M)[:, None]
+    angle = (batch * rope_rows + token)[:, None] * HALF + dim[None, :]
     if head < HEADS + KV:
-        along, across = tl.load(cos + angle, mask=there), tl.load(sin + angle, mask=there)
-        left, right = left * along - right * across, right * along + left * across
-    kind = q.dtype.element_ty
+        cosine, sine = tl.load(cos + angle, mask=valid), tl.load(sin + angle, mask=valid)
+        left, right = left * cosine - right * sine, right * cosine + left * sine
+    dtype = q.dtype.element_ty
     if head < HEADS:
-        place = (rows * HEADS + head)[:, None] * D + number[None, :]
-        tl.store(q + place, left.to(kind), mask=there)
-        tl.store(q + place + HALF, right.to(kind), mask=there)
+        offset = (rows * HEADS + head)[:, None] * D + dim[None, :]
+        tl.store(q + offset, left.to(dtype), mask=valid)
+        tl.store(q + offset + HALF, right.to(dtype), mask=valid)
     elif head < HEADS + KV:
-        place = (batch * stride + (head - HEADS) * C + at + token)[:, None] * D + number[None, :]
-        tl.store(keys + place, left.to(kind), mask=there)
-        tl.store(keys + place + HALF, right.to(kind), mask=there)
+        offset = (batch * stride + (head - HEADS) * C + at + token)[:, None] * D + dim[None, :]
+        tl.store(keys + offset, left.to(dtype), mask=valid)
+        tl.store(keys + offset + HALF, right.to(dtype), mask=valid)
     else:
-        place = (batch * stride + (head - HEADS - KV) * C + at + token)[:, None] * D + number[None, :]
-        tl.store(values + place, left.to(kind), mask=there)
-        tl.store(values + place + HALF, right.to(kind), mask=there)
+        offset = (batch * stride + (head - HEADS - KV) * C + at + token)[:, None] * D + dim[None, :]
+        tl.store(values + offset, left.to(dtype), mask=valid)
+        tl.store(values + offset + HALF, right.to(dtype), mask=valid)
 
 
 @triton.jit
-def _open(gate, up, kind: tl.constexpr):
+def _gelu_gate(gate, up, dtype: tl.constexpr):
     # 0.5 (1 + tanh(z)) = sigmoid(2 z)
     gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    return (gate.to(kind).to(tl.float32) * up).to(kind)
+    return (gate.to(dtype).to(tl.float32) * up).to(dtype)
 
 
 @triton.jit
@@ -249,37 +252,37 @@ def _gate(
     _wait(EARLY)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate, up = _twice(x, weight, rows, M, columns, columns + N, K, BLOCK_K)
-    product = _open(gate, up, out.dtype.element_ty)
+    gate, up = _two_products(x, weight, rows, M, columns, columns + N, K, BLOCK_K)
+    product = _gelu_gate(gate, up, out.dtype.element_ty)
     tl.store(out + rows[:, None] * N + columns[None, :], product, mask=(rows < M)[:, None])
 
 
 @triton.jit
-def _gated(
+def _gate_many(
     x, weight, out, M,
     K: tl.constexpr, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """The same for many tokens. x, weight and out are descriptors: the GPU's own engine copies tiles as they say."""
-    # tiles of a band of rows run side by side: they share weights
-    tile, down, across = tl.program_id(0), tl.cdiv(M, BLOCK_M), N // BLOCK_N
-    first = tile // (BAND * across) * BAND
-    height = tl.minimum(down - first, BAND)
-    row = (first + tile % (BAND * across) % height) * BLOCK_M
-    column = tile % (BAND * across) // height * BLOCK_N
+    """`_gate` for many tokens. x, weight and out are tensor descriptors, so that the GPU's TMA engine copies tiles."""
+    # programs of a band of row tiles run at the same time, so that they share weights in the cache
+    tile, row_tiles, column_tiles = tl.program_id(0), tl.cdiv(M, BLOCK_M), N // BLOCK_N
+    first = tile // (BAND * column_tiles) * BAND
+    band_rows = tl.minimum(row_tiles - first, BAND)
+    row = (first + tile % (BAND * column_tiles) % band_rows) * BLOCK_M
+    column = tile % (BAND * column_tiles) // band_rows * BLOCK_N
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         value = x.load([row, start])
         gate = tl.dot(value, weight.load([column, start]).T, gate)
         up = tl.dot(value, weight.load([N + column, start]).T, up)
-    kind = out.dtype
-    out.store([row, column], _open(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind))
+    dtype = out.dtype
+    out.store([row, column], _gelu_gate(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype))
 
 
 @triton.jit
-def _last(counter, SPLITS: tl.constexpr):
-    """Whether the others that share this counter have stored their part. It is zero again after the last."""
+def _is_last(counter, SPLITS: tl.constexpr):
+    """Whether all other programs that share this counter have stored their part. The last one resets the counter."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
     if last:
@@ -293,51 +296,51 @@ def _add(
     K: tl.constexpr, N: tl.constexpr,
     SPLITS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x [M, N] + y [M, K] @ weight.T; SPLITS programs share a tile, and the last one sums, always in the same order."""
+    """x [M, N] + y [M, K] @ weight.T; SPLITS programs share a tile, and the last one sums in a fixed order."""
     _wait(EARLY)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
-    there = (rows < M)[:, None]
+    valid = (rows < M)[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K // SPLITS, BLOCK_K):
         inner = split * (K // SPLITS) + start + tl.arange(0, BLOCK_K)
-        value = tl.load(y + rows[:, None] * K + inner[None, :], mask=there, other=0.0)
+        value = tl.load(y + rows[:, None] * K + inner[None, :], mask=valid, other=0.0)
         other = tl.load(weight + columns[None, :] * K + inner[:, None])
         total = tl.dot(value, other, total, input_precision="ieee")
-    place = rows[:, None] * N + columns[None, :]
-    finishes = True
+    offset = rows[:, None] * N + columns[None, :]
+    is_last = True
     if SPLITS > 1:
-        tl.store(parts + split * M * N + place, total, mask=there)
-        finishes = _last(counters + tl.program_id(0) * (N // BLOCK_N) + tl.program_id(1), SPLITS)
-        if finishes:
+        tl.store(parts + split * M * N + offset, total, mask=valid)
+        is_last = _is_last(counters + tl.program_id(0) * (N // BLOCK_N) + tl.program_id(1), SPLITS)
+        if is_last:
             total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for part in range(SPLITS):
-                total += tl.load(parts + part * M * N + place, mask=there, cache_modifier=".cg")
-    if finishes:
-        kind = out.dtype.element_ty
-        before = tl.load(x + place, mask=there).to(tl.float32)
-        tl.store(out + place, (before + total.to(kind).to(tl.float32)).to(kind), mask=there)
+                total += tl.load(parts + part * M * N + offset, mask=valid, cache_modifier=".cg")
+    if is_last:
+        dtype = out.dtype.element_ty
+        before = tl.load(x + offset, mask=valid).to(tl.float32)
+        tl.store(out + offset, (before + total.to(dtype).to(tl.float32)).to(dtype), mask=valid)
 
 
 @triton.jit
 def _attend(
-    q, keys, values, seen, out, parts, sums, counters, T, states, at, C, stride, scale,
+    q, keys, values, mask, out, parts, sums, counters, T, state_count, at, C, stride, scale,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     BLOCKS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Heads that share keys are stacked as if they were more queries. The first `states` tokens do not see the rest."""
+    """Attention; heads that share keys are stacked as queries. The first `state_count` tokens ignore the others."""
     _wait(EARLY)
     GROUP: tl.constexpr = HEADS // KV
-    batch, shared, split = tl.program_id(2) // KV, tl.program_id(2) % KV, tl.program_id(1)
+    batch, kv_head, split = tl.program_id(2) // KV, tl.program_id(2) % KV, tl.program_id(1)
     row, dims = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
-    token, there = row // GROUP, row < T * GROUP
-    # of q and out, [B * T * HEADS, D]
-    place = (batch * T + token) * HEADS + shared * GROUP + row % GROUP
-    query = tl.load(q + place[:, None] * D + dims[None, :], mask=there[:, None], other=0.0)
-    cached = (batch * stride + shared * C) * D
+    token, valid = row // GROUP, row < T * GROUP
+    # row of q and out, [B * T * HEADS, D]
+    offset = (batch * T + token) * HEADS + kv_head * GROUP + row % GROUP
+    query = tl.load(q + offset[:, None] * D + dims[None, :], mask=valid[:, None], other=0.0)
+    cached = (batch * stride + kv_head * C) * D
     length = at + T
-    most = tl.full([BLOCK_M], _NOTHING, tl.float32)
+    row_max = tl.full([BLOCK_M], _MASKED, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, D], tl.float32)
     for block in range(BLOCKS):
@@ -345,85 +348,85 @@ def _attend(
         inside = index < length
         key = tl.load(keys + cached + index[None, :] * D + dims[:, None], mask=inside[None, :], other=0.0)
         score = tl.dot(query, key, input_precision="ieee").to(q.dtype.element_ty).to(tl.float32) * scale
-        shown = (tl.load(seen + batch * C + index, mask=inside, other=0) != 0)[None, :]
-        shown = shown & ((token >= states)[:, None] | (index < at + states)[None, :])
-        score = tl.where(shown, score, _NOTHING)
-        highest = tl.maximum(most, tl.max(score, 1))
-        weight = tl.where(shown, tl.exp(score - highest[:, None]), 0.0)
-        fade = tl.exp(most - highest)
-        total, most = total * fade + tl.sum(weight, 1), highest
+        visible = (tl.load(mask + batch * C + index, mask=inside, other=0) != 0)[None, :]
+        visible = visible & ((token >= state_count)[:, None] | (index < at + state_count)[None, :])
+        score = tl.where(visible, score, _MASKED)
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        weight = tl.where(visible, tl.exp(score - new_max[:, None]), 0.0)
+        rescale = tl.exp(row_max - new_max)
+        total, row_max = total * rescale + tl.sum(weight, 1), new_max
         value = tl.load(values + cached + index[:, None] * D + dims[None, :], mask=inside[:, None], other=0.0)
-        mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee")
-    finishes = True
+        mixed = tl.dot(weight.to(value.dtype), value, mixed * rescale[:, None], input_precision="ieee")
+    is_last = True
     if SPLITS > 1:
         count = tl.num_programs(2) // KV * T * HEADS
-        tl.store(parts + (split * count + place)[:, None] * D + dims[None, :], mixed, mask=there[:, None])
-        tl.store(sums + (split * count + place) * 2, most, mask=there)
-        tl.store(sums + (split * count + place) * 2 + 1, total, mask=there)
-        finishes = _last(counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), SPLITS)
-        if finishes:
-            most = tl.full([BLOCK_M], _NOTHING, tl.float32)
+        tl.store(parts + (split * count + offset)[:, None] * D + dims[None, :], mixed, mask=valid[:, None])
+        tl.store(sums + (split * count + offset) * 2, row_max, mask=valid)
+        tl.store(sums + (split * count + offset) * 2 + 1, total, mask=valid)
+        is_last = _is_last(counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), SPLITS)
+        if is_last:
+            row_max = tl.full([BLOCK_M], _MASKED, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             mixed = tl.zeros([BLOCK_M, D], tl.float32)
             for other in range(SPLITS):
-                from_ = other * count + place
-                theirs = tl.load(sums + from_ * 2, mask=there, other=_NOTHING, cache_modifier=".cg")
-                sum_ = tl.load(sums + from_ * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                source = other * count + offset
+                other_max = tl.load(sums + source * 2, mask=valid, other=_MASKED, cache_modifier=".cg")
+                other_total = tl.load(sums + source * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
                 part = tl.load(
-                    parts + from_[:, None] * D + dims[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
+                    parts + source[:, None] * D + dims[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg"
                 )
-                highest = tl.maximum(most, theirs)
-                mine, yours = tl.exp(most - highest), tl.exp(theirs - highest)
-                total, most = total * mine + sum_ * yours, highest
-                mixed = mixed * mine[:, None] + part * yours[:, None]
-    if finishes:
-        mixed = mixed / tl.where(there, total, 1.0)[:, None]
-        tl.store(out + place[:, None] * D + dims[None, :], mixed.to(out.dtype.element_ty), mask=there[:, None])
+                new_max = tl.maximum(row_max, other_max)
+                own_scale, other_scale = tl.exp(row_max - new_max), tl.exp(other_max - new_max)
+                total, row_max = total * own_scale + other_total * other_scale, new_max
+                mixed = mixed * own_scale[:, None] + part * other_scale[:, None]
+    if is_last:
+        mixed = mixed / tl.where(valid, total, 1.0)[:, None]
+        tl.store(out + offset[:, None] * D + dims[None, :], mixed.to(out.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
-def _turn(
-    qkv, cos, sin, q, keys, values, T, at, C, stride, turns,
+def _rotate(
+    qkv, cos, sin, q, keys, values, T, at, C, stride, rope_rows,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads [HEADS + 2 KV, D]: turned queries to q [B, KV, T, HEADS / KV, D], the rest as `project`."""
+    """RoPE of a token's heads [HEADS + 2 KV, D]; queries to q [B, KV, T, HEADS / KV, D], the rest as in `_project`."""
     HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV
     batch, token = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
-    head, number = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF)[None, :]
-    place = qkv + tl.program_id(0).to(tl.int64) * (HEADS + 2 * KV) * D + head * D + number
-    there = head < HEADS + 2 * KV
-    left = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    right = tl.load(place + HALF, mask=there, other=0.0).to(tl.float32)
-    angle = (batch * turns + token) * HALF + number
-    along = tl.where(head < HEADS + KV, tl.load(cos + angle), 1.0)
-    across = tl.where(head < HEADS + KV, tl.load(sin + angle), 0.0)
-    kind = q.dtype.element_ty
-    first, second = (left * along - right * across).to(kind), (right * along + left * across).to(kind)
-    place = q + (((batch * KV + head // GROUP) * T + token) * GROUP + head % GROUP) * D + number
-    tl.store(place, first, mask=head < HEADS)
-    tl.store(place + HALF, second, mask=head < HEADS)
-    place = keys + (batch * stride + (head - HEADS) * C + at + token) * D + number
-    tl.store(place, first, mask=(head >= HEADS) & (head < HEADS + KV))
-    tl.store(place + HALF, second, mask=(head >= HEADS) & (head < HEADS + KV))
-    place = values + (batch * stride + (head - HEADS - KV) * C + at + token) * D + number
-    tl.store(place, first, mask=(head >= HEADS + KV) & there)
-    tl.store(place + HALF, second, mask=(head >= HEADS + KV) & there)
+    head, dim = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF)[None, :]
+    pointer = qkv + tl.program_id(0).to(tl.int64) * (HEADS + 2 * KV) * D + head * D + dim
+    valid = head < HEADS + 2 * KV
+    left = tl.load(pointer, mask=valid, other=0.0).to(tl.float32)
+    right = tl.load(pointer + HALF, mask=valid, other=0.0).to(tl.float32)
+    angle = (batch * rope_rows + token) * HALF + dim
+    cosine = tl.where(head < HEADS + KV, tl.load(cos + angle), 1.0)
+    sine = tl.where(head < HEADS + KV, tl.load(sin + angle), 0.0)
+    dtype = q.dtype.element_ty
+    first, second = (left * cosine - right * sine).to(dtype), (right * cosine + left * sine).to(dtype)
+    pointer = q + (((batch * KV + head // GROUP) * T + token) * GROUP + head % GROUP) * D + dim
+    tl.store(pointer, first, mask=head < HEADS)
+    tl.store(pointer + HALF, second, mask=head < HEADS)
+    pointer = keys + (batch * stride + (head - HEADS) * C + at + token) * D + dim
+    tl.store(pointer, first, mask=(head >= HEADS) & (head < HEADS + KV))
+    tl.store(pointer + HALF, second, mask=(head >= HEADS) & (head < HEADS + KV))
+    pointer = values + (batch * stride + (head - HEADS - KV) * C + at + token) * D + dim
+    tl.store(pointer, first, mask=(head >= HEADS + KV) & valid)
+    tl.store(pointer + HALF, second, mask=(head >= HEADS + KV) & valid)
 
 
 @triton.jit
-def _weigh(
-    scores, seen, rows, width, length, states, at, C, scale,
+def _softmax(
+    scores, mask, rows, width, length, state_count, at, C, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores [B * KV, rows, width] become weights, where they are; who sees whom is as in `attend`."""
+    """Masked softmax of scores [B * KV, rows, width], in place; the mask is that of `_attend`."""
     row, index = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    place = scores + (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * width + index[None, :]
-    there = (row < rows)[:, None] & (index < width)[None, :]
+    pointer = scores + (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * width + index[None, :]
+    valid = (row < rows)[:, None] & (index < width)[None, :]
     inside = index < length
-    shown = (tl.load(seen + tl.program_id(1) // KV * C + index, mask=inside, other=0) != 0) & inside
-    shown = shown[None, :] & ((row // GROUP >= states)[:, None] | (index < at + states)[None, :])
-    score = tl.where(shown, tl.load(place, mask=there, other=0.0).to(tl.float32) * scale, _NOTHING)
-    weight = tl.where(shown, tl.exp(score - tl.max(score, 1)[:, None]), 0.0)
+    visible = (tl.load(mask + tl.program_id(1) // KV * C + index, mask=inside, other=0) != 0) & inside
+    visible = visible[None, :] & ((row // GROUP >= state_count)[:, None] | (index < at + state_count)[None, :])
+    score = tl.where(visible, tl.load(pointer, mask=valid, other=0.0).to(tl.float32) * scale, _MASKED)
+    weight = tl.where(visible, tl.exp(score - tl.max(score, 1)[:, None]), 0.0)
     weight = weight / tl.sum(weight, 1)[:, None]
-    tl.store(place, weight.to(scores.dtype.element_ty), mask=there)
+    tl.store(pointer, weight.to(scores.dtype.element_ty), mask=valid)
