@@ -438,7 +438,7 @@ def test_nothing_is_written_through_a_linked_folder(capsys, run_folder, here, na
     for words in (evaluation, train):
         code, _, err = told(capsys, *words)
         assert code == 2
-        assert err == f"sparring: 'run/{name}' is a link that leads out of 'run'; replace it by a folder\n"
+        assert err == f"sparring: 'run/{name}' is a link that leads out of 'run'; replace it with a folder\n"
     assert list((here / "elsewhere").iterdir()) == []
     # within the folder it may lead anywhere, and the folder itself may be a link
     (run_folder / name).unlink()

@@ -83,7 +83,7 @@ def test_an_alias_counts_as_all_that_it_stands_for(tmp_path):
     ("text", "said"),
     [
         ("? [a, b]\n: 1\n", "line 1: not valid YAML or JSON (a key must be text)"),
-        ("a: 1\n" * 60_000, "cannot be read (larger than 0.2 MB, the most that is read)"),
+        ("a: 1\n" * 60_000, "cannot be read (larger than the limit of 0.2 MB)"),
         ("{" * 100_000, "values lie more than 40 deep"),
     ],
 )

@@ -302,7 +302,7 @@ def test_a_manifest_names_files_of_its_folder(hostile, capsys):
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"files": content["files"] | {"../../x": {}}}))
     assert main(["eval", str(folder)]) == 2
-    assert "is no manifest of format" in capsys.readouterr().err and not mark.exists()
+    assert "is not a manifest of format" in capsys.readouterr().err and not mark.exists()
 
 
 OWN = {
@@ -431,7 +431,7 @@ def test_a_checkpoint_that_cannot_be_signed_is_trusted_for_the_command(own_run, 
 def test_without_a_home_nothing_is_signed_and_training_goes_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    manifest._say_once.cache_clear()
+    manifest._warn_once.cache_clear()
     folder = tmp_path / "run"
     config = SMALL | OWN["env"] | {"output": str(folder), "training": {"save_every": 1, "iterations": 3}}
     assert Run(load_config(config | {"logging": {"console_level": "WARNING"}})).run()

@@ -538,7 +538,7 @@ def test_one_flipped_bit_is_refused_and_the_file_is_named(copy, name):
         flip(copy / name, generator)
         with pytest.raises(DatasetError) as refused:
             Demonstrations(copy).images("head", 0)
-        assert f"{name} has another checksum than when it was written; copy it again" in str(refused.value)
+        assert f"{name} does not match its checksum; copy it again" in str(refused.value)
         (copy / name).write_bytes(whole)
     Demonstrations(copy).images("head", 0)
 

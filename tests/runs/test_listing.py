@@ -162,7 +162,7 @@ def test_what_would_control_the_terminal_is_shown_by_its_code(folder, tmp_path, 
     out, err = capsys.readouterr()
     assert all(character.isprintable() or character == "\n" for character in out + err)
     assert "outputs/od\\x1b[31md\\nsecond" in out and "lift\\x1b[31m" in out
-    assert "yourmod:Env\\x1b[31m': is no import path" in err and "\\x1b[31mred is missing" in out
+    assert "yourmod:Env\\x1b[31m' is not an import path" in err and "\\x1b[31mred is missing" in out
     # warnings of these commands
     assert logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[2J"})) == "\\x1b[2J"
     assert "\\x1b]0;title\\x07\\x1b[2Jwhy \\u202e\\rfinished" in out
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_never_the_one_that_is_kept(folder, caplog):
     assert main(["prune", str(run), "--yes"]) == 0
     # 20 was the best, 50 the last; what comes after the last whole one is left alone
     assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
-    assert "checkpoint-50' is damaged: model.safetensors has another checksum" in caplog.text
+    assert "checkpoint-50' is damaged: model.safetensors does not match its checksum" in caplog.text
     # nothing goes where all are damaged
     for number in (30, 40):
         flip(run / f"checkpoint-{number}/model.safetensors")

@@ -170,14 +170,14 @@ class Run:
                     for part in (self.console, self.recorder, self.checkpoints, self.evaluator):
                         part.after_update(self, metrics)
                 except Exception as error:
-                    self._save_what_is_whole(error, updated, "stopped" if interrupt.asked else "failed")
+                    self._save_what_is_whole(error, updated, "stopped" if interrupt.requested else "failed")
                     # whether because of the signal or by itself: it was asked to stop, and did
                     saved = self.checkpoints.saved_at == progress.updates
-                    if isinstance(error, StageFailed) and interrupt.asked and saved:
+                    if isinstance(error, StageFailed) and interrupt.requested and saved:
                         return False
                     raise
                 # all processes must leave together
-                if self.distributed.max(float(interrupt.asked)):
+                if self.distributed.max(float(interrupt.requested)):
                     self._stop_early()
                     return False
         self.checkpoints.save_last(self)
