@@ -312,7 +312,7 @@ def test_world_models_are_compared(trained, tmp_path, capsys):
         (["--exploration"], "holds a world model, not a policy"),
         (["--against", "x"], "--against needs --world-model"),
         (["--world-model", "--videos", "2"], "--world-model and --exploration exclude --stochastic"),
-        (["--world-model", "--exploration"], "give one of them"),
+        (["--world-model", "--exploration"], "give only one of them"),
         (["--world-model", "env.image_size=32"], "was trained in another env"),
         (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
     ],

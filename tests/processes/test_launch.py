@@ -185,7 +185,7 @@ leave(7)
         ([1, -11], "process 1 (pid 11) of 0..1 died: killed by signal 11 (SIGSEGV).", 1),
         # one has told a mistake, the other that it is alone
         ([2, 3], None, 2),
-        ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, which is often", 1),
+        ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, often by the system", 1),
     ],
 )
 def test_who_failed(codes, told, code):

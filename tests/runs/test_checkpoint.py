@@ -204,7 +204,7 @@ WRITTEN = json.dumps({"observation": {"state": [[3], "float32"]}, "action_dim": 
         (WRITTEN.replace("head", "\\ud800"), "Invalid JSON"),
         (b"\xff" + WRITTEN.encode(), "Invalid JSON"),
         (3000 * b"[", "Invalid JSON: recursion limit"),
-        (b" " * (17 << 20), "larger than 17 MB"),
+        (b" " * (17 << 20), "larger than the limit of 17 MB"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )
