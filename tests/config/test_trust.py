@@ -382,9 +382,7 @@ def test_what_is_trusted_is_what_was_read(tmp_path, monkeypatch, file, trust):
     # read by the config
     target = "sparring.config.text.read_small" if file == "config.yaml" else "sparring.config.inherit.read_small"
     monkeypatch.setattr(target, lambda *_: path.write_bytes(signed) and hostile)
-    expected = (
-        (manifest.ManifestError, "changed after it was read") if trust else (TrustError, "gym_doubles:Counter")
-    )
+    expected = (manifest.ManifestError, "changed after it was read") if trust else (TrustError, "gym_doubles:Counter")
     with trusting(trust), pytest.raises(expected[0], match=expected[1]):
         if file == "config.yaml":
             trusted_settings(tmp_path)

@@ -151,7 +151,7 @@ def test_a_manifest_is_a_small_regular_file(signed, kind):
     else:
         file.unlink()
         file.mkdir() if kind == "folder" else os.mkfifo(file)
-    why = {"too long": "larger than the limit of 67 MB", "FIFO": "not a regular file", "folder": "Is a directory"}.get(kind, "utf-8")
+    why = {"too long": "limit of 67 MB", "FIFO": "not a regular file", "folder": "Is a directory"}.get(kind, "utf-8")
     with pytest.raises(ManifestError, match=f"cannot be read .*{why}"):
         read_manifest(signed)
 
