@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -166,7 +166,7 @@ class GradientStep:
         floats = [
             (key if isinstance(key, tuple) else (key,), value) for key, value in items if value.dtype.is_floating_point
         ]
-        most = {key: float(value.abs().max()) for key, value in floats if len(value)}
+        most = {key: float(cast(Tensor, value).abs().max()) for key, value in floats if len(value)}
         found = [f"{'/'.join(key)} is not finite" for key, value in most.items() if not math.isfinite(value)]
         large = {key: value for key, value in most.items() if key[0] in _OF_ENV and _LARGE < value < math.inf}
         found += [f"the largest number in {'/'.join(key)} is {value:.2g}" for key, value in large.items()]
