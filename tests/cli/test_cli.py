@@ -470,7 +470,7 @@ def test_the_config_of_the_checkpoint_counts_whatever_the_folder_says(capsys, ru
     # the same command goes on, also where there is nothing left to train, and writes it again
     code, _, err = told(capsys, *words)
     warned = [line for line in err.splitlines() if "config.yaml" in line and "run folder:" not in line]
-    assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml has ")
+    assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml ")
     assert warned[0].endswith("; it is written again, with the settings of checkpoint-2")
     saved = saved_settings(run_folder)
     assert (saved["ppo.gamma"], saved["seed"], saved["output"]) == (0.97, 0, "run")

@@ -139,7 +139,7 @@ def test_a_class_learns_and_keeps_its_state():
             rf"{unknown_key.__code__.co_firstlineno + 1}\); the td has observation, action",
         ),
         (f"{__name__}:NotATerm", "is not a RewardTerm; expected a function"),
-        (f"{__name__}:DOCS", "expected a function"),
+        (f"{__name__}:DOCS", "expected a class, or a function"),
     ],
 )
 def test_a_term_that_does_not_fit_is_refused_before_training(tmp_path, capsys, path, message):
