@@ -122,7 +122,7 @@ def test_several_processes_without_a_gpu_are_warned_of(tmp_path, monkeypatch):
     run = Run(config_in(tmp_path))
     run.announce()
     monkeypatch.setattr(run.distributed, "world_size", 4)
-    monkeypatch.setattr(run.distributed, "asked", "cpu")
+    monkeypatch.setattr(run.distributed, "requested", "cpu")
     run.announce()
     assert "--gpus" not in said.read_text()
     monkeypatch.setattr(run.distributed, "asked", "auto")
