@@ -140,7 +140,7 @@ CASES = {
         to_one(Training.ranks, signal.SIGKILL), r"process \d .* of 0\.\.1 died: killed by signal 9", ("--gpus", "2")
     ),
     "learner rank stopped": Kind(
-        to_one(Training.ranks, signal.SIGSTOP), r"process \d .* of 0\.\.1 gave no sign of life", ("--gpus", "2")
+        to_one(Training.ranks, signal.SIGSTOP), r"process \d .* of 0\.\.1 had no heartbeat", ("--gpus", "2")
     ),
 }
 

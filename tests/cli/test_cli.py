@@ -100,8 +100,9 @@ def test_help_has_examples_and_exit_codes(capsys):
     assert code == 0
     assert "  sparring train finetune --dry-run " in out
     assert (
-        "exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); "
-        "130 interrupted: the first Ctrl-C\nsaves a checkpoint, a second one gives up." in out
+        "exit codes: 0 done; 1 failed; 2 invalid input, explained in one sentence; "
+        "130 interrupted: the first Ctrl-C\nsaves a checkpoint after the current update, the second exits at once"
+        in out
     )
     for command in COMMANDS:
         assert re.search(rf"^    {command}\b", out, re.M)
@@ -140,16 +141,16 @@ def test_version(capsys):
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
         (["train"], "the following arguments are required: PHASE"),
-        (["train", "finetune", "extra"], "unrecognized arguments: extra; `sparring train --help` shows what it takes"),
+        (["train", "finetune", "extra"], "unrecognized arguments: extra; `sparring train --help` lists the "),
         (["train", "finetune", "--gpus", "0"], "argument --gpus: expected a whole number >= 1, got '0'"),
         (["train", "finetune", "--gpus", "-1"], "argument --gpus: "),
         (["train", "finetune", "--envs", "x"], "argument --envs: expected a whole number >= 1, got 'x'"),
         (["train", "finetune", "--envs"], "argument --envs: expected one argument"),
         (["eval", "x", "--videos", "many"], "argument --videos: expected a whole number >= 0, got 'many'"),
         (["eval", "x", "--seed", "y"], "argument --seed: expected a whole number >= 0, got 'y'"),
-        (["train", "finetune", "rollout.mode", "async"], "takes. Settings are written rollout.mode=async"),
-        (["train", "finetune", "a.yaml", "b.yaml"], "`sparring train --help` shows what it takes\n"),
-        (["tasks", "ppo.gamma", "1"], "`sparring tasks --help` shows what it takes\n"),
+        (["train", "finetune", "rollout.mode", "async"], "ones. Write settings as rollout.mode=async"),
+        (["train", "finetune", "a.yaml", "b.yaml"], "`sparring train --help` lists the accepted ones\n"),
+        (["tasks", "ppo.gamma", "1"], "`sparring tasks --help` lists the accepted ones\n"),
         (["tasks", "ppo.gamma=1"], "unrecognized arguments: ppo.gamma=1"),
         (["completion", "csh"], "argument shell: invalid choice: 'csh'"),
         (["train", "finetune", "--ppo.gama", "1"], "ppo.gama (from command line): unknown key; nearest: ppo.gamma"),
@@ -159,7 +160,7 @@ def test_version(capsys):
         (["config", "all"], "sparring: phase = all (from command line): unknown phase; expected one of: "),
         (["train", "finetuna"], "adversarial, all; did you mean finetune?"),
         (["train", "al"], "adversarial, all; did you mean all?"),
-        (["train", "finetune", "--config", "no.yaml"], "sparring: config file 'no.yaml': cannot read it (No such file"),
+        (["train", "finetune", "--config", "no.yaml"], "sparring: config file 'no.yaml' cannot be read (No such file"),
         (["eval", "nowhere"], "sparring: 'nowhere' does not exist; give a run folder or a checkpoint folder"),
         (["train", "finetune", "pretrained=nowhere", "--dry-run", "--envs", "1"], "sparring: 'nowhere' does not exist"),
         (["train", "finetune", "device=cuda:99"], "sparring: device=cuda:99: this process sees "),
@@ -207,7 +208,7 @@ def test_config_prints_every_phase_with_nothing_given(capsys, here, phase):
     assert (code, err) == (0, "") and f"\nphase: {phase}  #" in f"\n{out}"
     # all else is still checked
     code, _, err = told(capsys, "config", phase, "buffer.size=7", "rollout.n_envs=8")
-    assert code == 2 and "buffer.size = 7 (from command line): holds less than one decision" in err
+    assert code == 2 and "buffer.size = 7 (from command line): is less than one decision" in err
 
 
 @pytest.mark.parametrize("key", ["imitate.demos", "student.teacher", "adversarial.teacher"])
@@ -437,7 +438,7 @@ def test_nothing_is_written_through_a_linked_folder(capsys, run_folder, here, na
     for words in (evaluation, train):
         code, _, err = told(capsys, *words)
         assert code == 2
-        assert err == f"sparring: 'run/{name}' is a link that leads out of 'run'; replace it by a folder\n"
+        assert err == f"sparring: 'run/{name}' is a link that leads out of 'run'; replace it with a folder\n"
     assert list((here / "elsewhere").iterdir()) == []
     # within the folder it may lead anywhere, and the folder itself may be a link
     (run_folder / name).unlink()
@@ -469,7 +470,7 @@ def test_the_config_of_the_checkpoint_counts_whatever_the_folder_says(capsys, ru
     # the same command goes on, also where there is nothing left to train, and writes it again
     code, _, err = told(capsys, *words)
     warned = [line for line in err.splitlines() if "config.yaml" in line and "run folder:" not in line]
-    assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml has ")
+    assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml ")
     assert warned[0].endswith("; written again from checkpoint-2")
     saved = saved_settings(run_folder)
     assert (saved["ppo.gamma"], saved["seed"], saved["output"]) == (0.97, 0, "run")

@@ -275,9 +275,9 @@ def test_python_inherits_as_the_command_line_does(trained, capsys):
     [
         ('{"env": {"name": "tab', "Unterminated string"),
         ("", "Expecting value"),
-        ("[]", "does not say env.name and env.task"),
-        ('{"env": {"name": "tabletop"}}', "does not say env.name and env.task"),
-        ('{"noise": 0.1}', "does not say env.name and env.task"),
+        ("[]", "env.name or env.task is missing"),
+        ('{"env": {"name": "tabletop"}}', "env.name or env.task is missing"),
+        ('{"noise": 0.1}', "env.name or env.task is missing"),
     ],
 )
 def test_torn_words_about_demonstrations_are_refused(tmp_path, capsys, text, said):
@@ -288,7 +288,7 @@ def test_torn_words_about_demonstrations_are_refused(tmp_path, capsys, text, sai
     assert main(words) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"sparring: '{file}' cannot be read (") and said in told
-    assert "copy the dataset again, or delete this file and say with env.*" in told
+    assert "copy the dataset again, or delete this file and set env.*" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(trained, copied, name, mon
     damaged = (copied / "checkpoint-3" / name).read_bytes()
     run = Run(further(copied))
     assert run.phase.progress.updates == 2
-    what = f"{name} has another checksum than when it was written"
+    what = f"{name} does not match its checksum"
     assert told == [f"'{copied}/checkpoint-3' is damaged ({what}); checkpoint-2 is used instead"]
     assert (copied / "checkpoint-3" / name).read_bytes() == damaged
     assert run.run()
@@ -185,7 +185,9 @@ def test_where_no_checkpoint_is_whole_nothing_starts_anew(copied):
 def test_a_named_checkpoint_that_is_damaged_is_refused(copied, tmp_path):
     flipped(copied / "checkpoint-3/model.safetensors")
     for more in ({"resume": str(copied / "checkpoint-3")}, {"pretrained": str(copied / "checkpoint-3")}):
-        with pytest.raises(CheckpointError, match="checkpoint-3' is damaged: model.safetensors has another checksum"):
+        with pytest.raises(
+            CheckpointError, match="checkpoint-3' is damaged: model.safetensors does not match its checksum"
+        ):
             Run(further(tmp_path / "new", **more))
     # of its run, the one before
     run = Run(further(tmp_path / "new", pretrained=str(copied)))

@@ -162,7 +162,7 @@ def test_what_would_control_the_terminal_is_shown_by_its_code(folder, tmp_path, 
     out, err = capsys.readouterr()
     assert all(character.isprintable() or character == "\n" for character in out + err)
     assert "outputs/od\\x1b[31md\\nsecond" in out and "lift\\x1b[31m" in out
-    assert "yourmod:Env\\x1b[31m': is no import path" in err and "\\x1b[31mred is missing" in out
+    assert "yourmod:Env\\x1b[31m' is not an import path" in err and "\\x1b[31mred is missing" in out
     # warnings of these commands
     assert logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[2J"})) == "\\x1b[2J"
     assert "\\x1b]0;title\\x07\\x1b[2Jwhy \\u202e\\rfinished" in out
@@ -217,13 +217,13 @@ def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
     (run / ".partial-checkpoint-60").mkdir()
     assert main(["prune", "run", "--dry-run"]) == 0
     freed = size(sum(size_of(run / f"checkpoint-{number}") for number in (10, 30, 40)))
-    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); removes 4, {freed}\n"
+    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); deletes 4, {freed}\n"
     assert capsys.readouterr().out == said and len(names(run)) == 6
     assert main(["prune", "run", "run", "--yes"]) == 0
     assert capsys.readouterr().out == f"{said}freed {freed}\n"
     assert names(run) == ["checkpoint-20", "checkpoint-50"]
     assert main(["prune", "run"]) == 0
-    assert capsys.readouterr().out.endswith("; nothing to remove\n")
+    assert capsys.readouterr().out.endswith("; nothing to delete\n")
 
 
 def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, monkeypatch, capsys):
@@ -268,8 +268,8 @@ def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
     run = folder("run", checkpoints=FIVE)
     assert main(["prune", str(run), "--yes"]) == 2
     told = capsys.readouterr()
-    assert "no evaluation tells which are best" in told.out
-    assert "no evaluation tells which checkpoints are best; give --keep-best 0" in told.err
+    assert "without evaluations the best are unknown" in told.out
+    assert "the best checkpoints are unknown; give --keep-best 0" in told.err
     assert len(names(run)) == 5
     assert main(["prune", str(run), "--keep-best", "0", "--yes"]) == 0
     assert names(run) == ["checkpoint-50"]
@@ -282,7 +282,7 @@ def test_it_asks(folder, monkeypatch, capsys, answer, left):
     monkeypatch.setattr("builtins.input", lambda question: answer)
     assert main(["prune", str(run)]) == 0
     assert len(names(run)) == left
-    assert ("nothing was removed" in capsys.readouterr().out) == (left == 2)
+    assert ("nothing was deleted" in capsys.readouterr().out) == (left == 2)
 
 
 def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
@@ -292,7 +292,7 @@ def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
         assert "a process is training there" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     assert main(["prune", str(run)]) == 2
-    assert "nobody is here to be asked; give --yes" in capsys.readouterr().err
+    assert "without a terminal; give --yes" in capsys.readouterr().err
     assert main(["prune", str(run / "checkpoint-1"), "--yes"]) == 2
     assert "holds no checkpoint-<n> folder" in capsys.readouterr().err
     assert main(["prune", str(tmp_path / "nowhere"), "--yes"]) == 2
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_never_the_one_that_is_kept(folder, caplog):
     assert main(["prune", str(run), "--yes"]) == 0
     # 20 was the best, 50 the last; what comes after the last whole one is left alone
     assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
-    assert "checkpoint-50' is damaged (model.safetensors has another checksum" in caplog.text
+    assert "checkpoint-50' is damaged (model.safetensors does not match its checksum" in caplog.text
     # nothing goes where all are damaged
     for number in (30, 40):
         flip(run / f"checkpoint-{number}/model.safetensors")
@@ -326,7 +326,7 @@ def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
     assert main(["runs", "--verify", str(run), str(other)]) == 0
     assert (
         capsys.readouterr().out
-        == f"{run}/checkpoint-1: whole\n{run}/checkpoint-2: whole\n{other}/checkpoint-3: whole\n"
+        == f"{run}/checkpoint-1: intact\n{run}/checkpoint-2: intact\n{other}/checkpoint-3: intact\n"
     )
     (other / "checkpoint-3/spec.json").unlink()
     assert main(["runs", "--verify", str(run), str(other)]) == 1

@@ -119,7 +119,7 @@ def test_phases_that_start_anew_do_so_after_an_interruption_too(commands, tmp_pa
     [
         (["adversarial.wm_updates=3"], "wm_updates"),
         (["student.rewards.learning_progress=1"], "rewards.learning_progress"),
-        (["--dry-run"], "--dry-run goes with a phase"),
+        (["--dry-run"], "--dry-run needs a single phase"),
         (["--resume", "outputs/x"], "name a phase to branch off"),
     ],
 )

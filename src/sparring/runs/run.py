@@ -169,14 +169,14 @@ class Run:
                     for part in (self.console, self.recorder, self.checkpoints, self.evaluator):
                         part.after_update(self, metrics)
                 except Exception as error:
-                    self._save_after_failure(error, updated, "stopped" if interrupt.asked else "failed")
+                    self._save_after_failure(error, updated, "stopped" if interrupt.requested else "failed")
                     # the stage may have failed because of the stop signal, and the update is saved: a normal stop
                     saved = self.checkpoints.saved_at == progress.updates
-                    if isinstance(error, StageFailed) and interrupt.asked and saved:
+                    if isinstance(error, StageFailed) and interrupt.requested and saved:
                         return False
                     raise
                 # all processes must leave together
-                if self.distributed.max(float(interrupt.asked)):
+                if self.distributed.max(float(interrupt.requested)):
                     self._stop_early()
                     return False
         self.checkpoints.save_last(self)
