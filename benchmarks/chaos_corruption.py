@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from forks import fork  # noqa: E402
 HANG_S = 60
 BAD = ("silent", "traceback", "hang", "died")
 _WORDS = "warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone"
-WARNS = re.compile(f"{_WORDS}|as it was written|when it was written|bytes, expected|not a regular", re.I)
+WARNS = re.compile(f"{_WORDS}|as (it was|they were) written|checksum|ignored|bytes, expected|not a regular", re.I)
 # of rows of metrics and of what is printed
 TIMED = re.compile(r"perf/|timestamp|second|time|crc")
 CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?|-{3,}")
@@ -83,8 +84,13 @@ def weights(folder: Path) -> str:
 
 
 def rows(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not TIMED.search(k)} for line in lines if isinstance(line, dict)]
+    """Those that can be read: a damaged line that a resumed run keeps is left out, as in reports."""
+    found = []
+    for line in (folder / "episode_metrics.jsonl").read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            found += [{k: v for k, v in row.items() if not TIMED.search(k)}] if isinstance(row, dict) else []
+    return found
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -184,7 +184,9 @@ def started(words: list[str], here: Path) -> tuple[int | None, str]:
 def litter(place: Place, names: list[str]) -> None:
     leaves = f"import pathlib; pathlib.Path({str(place.mark)!r}).open('a').write(__name__ + ' ')\n"
     for name in names:
-        (place.bait / f"{name}.py").write_text(leaves)
+        file = place.bait / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(leaves)
     (place.bait / "evil_plugin.py").write_text(leaves)
     entries = "[gymnasium.envs]\n__root__ = evil_plugin:register\n[console_scripts]\nsparring = evil_plugin:main\n"
     entries += "[pydantic]\nx = evil_plugin:plugin\n[torch.backends]\nx = evil_plugin:load\n"

@@ -200,8 +200,8 @@ def test_the_architecture_page_names_files_and_folders_that_exist():
     assert [file for file in sorted(files) if not (source / file).is_file() and not (ROOT / file).is_file()] == []
     listed = set(re.findall(r"^\| `([a-z_]+)/`, `", page, re.M))
     assert listed == {path.parent.name for path in source.glob("*/__init__.py")}
-    # an hour's reading path
-    assert sum(map(int, re.findall(r"^\| \[.*\): (\d+) \|", page, re.M))) == 60
+    # the one-hour reading path
+    assert sum(map(int, re.findall(r"^\| \[.*\) \| (\d+) \|", page, re.M))) == 60
 
 
 def test_the_picture_of_an_update_is_what_its_script_draws():

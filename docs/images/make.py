@@ -1,8 +1,14 @@
-"""Makes the pictures of docs/suite.md: `python docs/images/make.py`."""
+"""Makes the pictures of docs/suite.md, and those of the tutorials from what their commands left:
 
+python docs/images/make.py
+python docs/images/make.py --tutorials outputs
+"""
+
+import argparse
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from sparring.demos.show import task_rows
 from sparring.envs.backend import EpisodeSeeds
@@ -14,14 +20,41 @@ HERE = Path(__file__).parent
 # one colour per number of a segmentation: nothing, scenery, robot, two objects
 PALETTE = np.array([(255, 255, 255), (228, 219, 204), (120, 128, 140), (220, 60, 50), (50, 90, 215)], np.uint8)
 
+# picture -> six moments of an episode, in the outputs of a tutorial
+EPISODES = {
+    "tutorial_lift": "quickstart/lift_d0/samples/episode_*_0.png",
+    "tutorial_planar": "planar/samples/episode_*_1.png",
+    "tutorial_stack": "stack_rl/samples/rollout_*_1.png",
+}
+PREDICTIONS = "quickstart_all/teacher_rl/samples/*_pred_vs_gt.png"
+
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tutorials", type=Path, metavar="OUTPUTS")
+    outputs = parser.parse_args().tutorials
+    if outputs is not None:
+        tutorials(outputs)
+        return
     tasks = task_rows()
     # the last picture of each row, five to a line
     last = [(row[-1][0].split(",")[0].removesuffix("_d0"), row[-1][1]) for row in tasks]
     sheets = {"tasks": tasks, "overview": [last[:5], last[5:]], "domains": domain_rows(), "views": view_rows()}
     for name, rows in sheets.items():
         print(write_png(HERE / f"suite_{name}.png", contact_sheet(rows)))
+
+
+def tutorials(outputs: Path) -> None:
+    """The newest sample of each run, and of the world model the first, one of the middle and the last."""
+    pictures = {name: Image.open(max(outputs.glob(files))) for name, files in EPISODES.items()}
+    samples = sorted(outputs.glob(PREDICTIONS))
+    samples = [samples[0], samples[len(samples) // 2], samples[-1]]
+    enlarged = [Image.open(file).resize((320, 320), Image.Resampling.NEAREST) for file in samples]
+    captions = [f"episode {int(file.stem.split('_')[1])}: predicted, true" for file in samples]
+    sheet = contact_sheet([[(text, np.asarray(picture)) for text, picture in zip(captions, enlarged, strict=True)]])
+    for name, picture in {**pictures, "tutorial_predictions": Image.fromarray(sheet)}.items():
+        picture.convert("RGB").save(HERE / f"{name}.webp", quality=85)
+        print(HERE / f"{name}.webp")
 
 
 def domain_rows() -> list[list[tuple[str, np.ndarray]]]:

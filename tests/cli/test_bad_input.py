@@ -69,16 +69,16 @@ def test_nonsense_for_any_flag_and_word_is_refused_or_taken(work, capsys, comman
 
 
 EMPTY = {
-    "train finetune --output ": "the word after --output is empty",
+    "train finetune --output ": "the argument after --output is empty",
     "train finetune --output=": "--output= is empty",
     "train finetune output=": "output= has no value",
     "train finetune output=''": "output = '' (from command line): expected text",
-    "train finetune --resume ": "the word after --resume is empty",
-    "eval ": "the word after eval is empty",
-    "eval run --json ": "the word after --json is empty",
-    "report run ": "the word after run is empty",
-    "prune --yes ": "the word after --yes is empty",
-    "tasks --sheet ": "the word after --sheet is empty",
+    "train finetune --resume ": "the argument after --resume is empty",
+    "eval ": "the argument after eval is empty",
+    "eval run --json ": "the argument after --json is empty",
+    "report run ": "the argument after run is empty",
+    "prune --yes ": "the argument after --yes is empty",
+    "tasks --sheet ": "the argument after --sheet is empty",
     "config finetune ppo.gamma=": "ppo.gamma= has no value (a shell variable that is not set?); give one, or ",
 }
 
@@ -101,8 +101,8 @@ def test_an_empty_output_base_is_none(monkeypatch):
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "Disk quota exceeded; make room"),
         (OSError(errno.EMFILE, "Too many open files", "x"), 1, "'x': Too many open files; raise the limit (ulimit -n)"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "'x': File name too long; give a shorter name"),
-        (PermissionError(errno.EACCES, "Permission denied", b"x"), 2, "'x': Permission denied; give another place"),
-        (OSError(errno.EROFS, "Read-only file system", "x"), 2, "'x': Read-only file system; give another place"),
+        (PermissionError(errno.EACCES, "Permission denied", b"x"), 2, "'x': Permission denied; give another path"),
+        (OSError(errno.EROFS, "Read-only file system", "x"), 2, "'x': Read-only file system; give another path"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 2, "'x': Is a directory"),
     ],
 )

@@ -88,9 +88,7 @@ def assert_it_goes_on(folder, **rollout):
 def test_killed(tmp_path, repetition):
     # at another moment of its rollouts each time
     error, seconds = fails_in_update_3(tmp_path, lambda *a: (time.sleep(0.003 * repetition), kill(*a)))
-    assert str(error).startswith(
-        "the actor process failed: it died with exit code -9; killed, by hand or by the system"
-    )
+    assert str(error).startswith("the actor process failed: it died with exit code -9; killed by a user or the system")
     assert seconds < SOON
     assert checkpoints(tmp_path / "run")
     if repetition == 0:

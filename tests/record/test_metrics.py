@@ -21,6 +21,7 @@ from sparring.record.names import EVALUATIONS, FAMILIES, FLAT, NAMES, file_name
 from sparring.runs.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PHASES = ("teacher", "student", "adversarial", "finetune", "imitate")
 SMALL = {
     "env": {"name": "gym:CartPole-v1"},
     "policy": {"hidden": [8]},
@@ -42,11 +43,7 @@ def lines(folder) -> list[dict]:
 
 def test_the_page_says_what_the_table_says_and_no_more():
     rows = re.findall(r"^\| `([^`]+)` \|(?: `[^`]+` \|)? ([^|]+) \|$", PAGE.read_text(), re.M)
-    told = {
-        (name, meaning)
-        for name, meaning in rows
-        if name not in ("finetune", "imitate", "teacher", "timestamp", "row", "crc")
-    }
+    told = {(name, meaning) for name, meaning in rows if name not in (*PHASES, "timestamp", "row", "crc")}
     table = {(key, meaning) for key, (_, meaning) in FLAT.items()} | {*NAMES.values()}
     assert told == table | set(EVALUATIONS.items())
     assert all(meaning in PAGE.read_text() for _, meaning in FAMILIES.values())

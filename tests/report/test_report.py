@@ -343,7 +343,7 @@ def test_without_a_status_nothing_is_claimed(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "status.json").write_text("{")
     assert _read_status(run)["state"] == "unknown"
-    assert _read_status(run)["why"] == "status.json cannot be read (it is not JSON)"
+    assert _read_status(run)["why"] == "status.json cannot be read (not JSON)"
     (run / "status.json").unlink()
     assert _read_status(run)["why"] == "status.json is missing"
     (run / "episode_metrics.jsonl").unlink()

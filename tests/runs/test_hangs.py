@@ -132,7 +132,7 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
     assert not run.run() and time.monotonic() - began < SOON
     assert saved(tmp_path) == ["checkpoint-2"]
     assert status_in(tmp_path)["state"] == "interrupted"
-    assert "stopped after 2 updates; saved. The same command goes on from here." in (tmp_path / "train.log").read_text()
+    assert "stopped after 2 updates; saved. The same command resumes it." in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,17 @@ def test_what_an_env_in_a_worker_started_ends_with_it():
 def test_stages_are_late_by_their_own_time_and_once_asked_to_stop(monkeypatch):
     stages = OwnStages(2, 1.0)
     monkeypatch.setattr(OwnStages, "now", stages)
-    with OwnStage("simulate", 1, patience_s=math.inf):
+    with OwnStage("simulate", 1, timeout_s=math.inf):
         stages.check()
         stages.stop_at = time.monotonic()
-        with pytest.raises(StageFailed, match=r"asked to stop, it broke off simulating \(a step of the env\)"):
+        with pytest.raises(StageFailed, match=r"stop requested: simulating \(a step of the env\) was interrupted"):
             stages.check()
         # what is done to leave is not broken off
         stages.check()
-    with OwnStage("state", patience_s=-1.0):
-        with pytest.raises(StageFailed, match="asking the env where it is, or putting it back has not finished within"):
+    with OwnStage("state", timeout_s=-1.0):
+        with pytest.raises(StageFailed, match="saving or restoring the state of the env has not finished within"):
             stages.check()
         # this process was stopped itself, as by Ctrl-Z
-        stages._patient_until = time.monotonic() + 60
+        stages._late_from = time.monotonic() + 60
         stages.check()
     assert not stages.has_hung

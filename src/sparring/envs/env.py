@@ -161,7 +161,7 @@ def make_env(
     if num_envs % group_size:
         raise UserError(f"make_env: num_envs={num_envs}; expected a multiple of group_size={group_size}")
     known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)  # type: ignore[attr-defined]
-    with _Watched("make", patience_s=MAKING_S):
+    with _Watched("make", timeout_s=MAKING_S):
         backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
     env = Env(backend, device, first_env, total_envs, group_size)
     env.config = config

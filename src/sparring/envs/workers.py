@@ -105,10 +105,10 @@ class _WorkerPool:
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
         columns = StepArrays.columns(spec, num_envs, chunk)
         instead = "a larger /dev/shm, or env.vectorize=serial"
-        self.memory = SharedMemory.make(columns, what="the memory shared with env workers", instead=instead)
+        self.memory = SharedMemory.make(columns, what="the memory shared with env workers", advice=instead)
         self.arrays = StepArrays.of(self.memory.arrays)
         self.call("attach", self.memory.handle)
-        self.memory.forget_name()
+        self.memory.unlink()
 
     def call(self, method: str, *arguments: Any, owner_of: int | None = None) -> list[Any]:
         """Run a command in all workers, or in the worker of the env `owner_of`; return the results."""

@@ -3,14 +3,14 @@
 # plain keys of episode_metrics.jsonl -> (name with a group for TensorBoard and W&B, meaning)
 FLAT = {
     "episode": ("rollout/episodes", "Completed episodes so far, over all processes."),
-    "avg_loss": ("train/loss", "The minimised loss; in adversarial that of the explorer."),
+    "avg_loss": ("train/loss", "The minimised loss; in adversarial, the loss of the explorer."),
     "avg_acc": ("train/accuracy", "Accuracy of this phase, see below; null if it has none."),
     "episode_reward": (
         "rollout/episode_reward",
-        "Mean reward of the completed episodes; explorers: intrinsic reward; teacher: summed accuracy.",
+        "Mean reward of the completed episodes; explorers: intrinsic reward; teacher: sum of the accuracy.",
     ),
     "total_steps": ("rollout/env_steps", "Env steps so far, over all robots and processes."),
-    "lr": ("train/lr", "Learning rate; in adversarial that of the explorer."),
+    "lr": ("train/lr", "Learning rate; in adversarial, that of the explorer."),
     "update": ("train/update", "Updates so far; the step of TensorBoard and W&B."),
 }
 
@@ -40,10 +40,16 @@ NAMES = {
     "advantage_std": ("train/advantage_std", "Standard deviation of these advantages."),
     "return_mean": ("train/return_mean", "Mean return, the target of the critic; PPO only."),
     "return_std": ("train/return_std", "Standard deviation of these returns; PPO only."),
-    "groups_dropped": ("train/groups_dropped", "Groups of GRPO in which all episodes have the same reward."),
+    "groups_dropped": (
+        "train/groups_dropped",
+        "Number of GRPO groups that were dropped because all episodes had the same reward.",
+    ),
     "parity": ("train/parity", "Parity gate: largest drift between acting and scoring, in standard deviations."),
     "parity_ratio": ("train/parity_ratio", "Parity gate: largest distance of an importance ratio from 1."),
-    "parity_skipped": ("train/parity_skipped", "Share of stale decisions, which the parity gate does not check."),
+    "parity_skipped": (
+        "train/parity_skipped",
+        "Share of the decisions that the parity gate did not check because they were stale.",
+    ),
     "ess": ("train/ess", "Effective sample size, as a share of the decisions; 1: all data is on-policy."),
     "weight_mean": ("train/weight_mean", "Mean off-policy weight of stale decisions, before any cap."),
     "weight_max": ("train/weight_max", "Largest of these weights."),
@@ -57,7 +63,7 @@ NAMES = {
     "flow_matching": ("train/flow_matching", "Imitation: squared error of a flow policy's velocity."),
     "consistency": (
         "train/consistency",
-        "Imitation: difference between one long denoising step and several short ones.",
+        "Imitation: squared difference between the velocity of one step to the end and that of two steps.",
     ),
     "imitation": ("train/imitation", "Imitation: the loss defined by a VLA model itself."),
     "negative_log_prob": (
@@ -67,9 +73,9 @@ NAMES = {
     "accuracy": ("world_model/accuracy", "Share of tokens predicted correctly, in the training windows."),
     "accuracy_copy": (
         "world_model/accuracy_copy",
-        "The same for copying the last frame, which is high in a still scene.",
+        "Accuracy of copying the last frame, which is high in a static scene.",
     ),
-    "accuracy_changed": ("world_model/accuracy_changed", "The same over the tokens that copying predicts wrongly."),
+    "accuracy_changed": ("world_model/accuracy_changed", "Accuracy on the tokens that copying predicts wrongly."),
     "fresh_acc": (
         "world_model/fresh_accuracy",
         "Share of tokens predicted correctly on new data, before training on it.",
@@ -80,8 +86,8 @@ NAMES = {
     ),
     "wm_error": ("world_model/fresh_error", "Cross-entropy on new data, before training on it, in nats per token."),
     "wm_disagreement": ("world_model/disagreement", "Disagreement of the ensemble members on new data."),
-    "wm_loss": ("world_model/loss", "Loss of the world model in adversarial; in teacher it is avg_loss."),
-    "wm_lr": ("world_model/lr", "Learning rate of the world model in adversarial; in teacher it is lr."),
+    "wm_loss": ("world_model/loss", "Loss of the world model in adversarial; teacher: see avg_loss."),
+    "wm_lr": ("world_model/lr", "Learning rate of the world model in adversarial; teacher: see lr."),
     "wm_grad_norm": ("world_model/grad_norm", "Norm of the world model's gradient in adversarial."),
     "wm_steps_skipped": (
         "world_model/steps_skipped",
@@ -106,18 +112,18 @@ NAMES = {
     "collect_seconds": ("perf/collect_seconds", "Collecting a rollout."),
     "simulate_seconds": ("perf/simulate_seconds", "Simulating, as part of collecting."),
     "infer_seconds": ("perf/infer_seconds", "Running the policy, as part of collecting."),
-    "update_seconds": ("perf/update_seconds", "Learning from a rollout, or the gradient steps of an update."),
-    "wm_update_seconds": ("perf/world_model_seconds", "The world model's gradient steps in adversarial."),
-    "handover_seconds": ("perf/handover_seconds", "The actor process loads weights and hands over a rollout."),
-    "actor_wait_seconds": ("perf/actor_wait_seconds", "The actor process waits for weights."),
-    "learner_wait_seconds": ("perf/learner_wait_seconds", "The learner waits for a rollout."),
+    "update_seconds": ("perf/update_seconds", "Learning from a rollout; in teacher, the gradient steps of an update."),
+    "wm_update_seconds": ("perf/world_model_seconds", "Gradient steps of the world model in adversarial."),
+    "handover_seconds": ("perf/handover_seconds", "Loading weights and handing over a rollout in the actor process."),
+    "actor_wait_seconds": ("perf/actor_wait_seconds", "Waiting of the actor process for weights."),
+    "learner_wait_seconds": ("perf/learner_wait_seconds", "Waiting of the learner for a rollout."),
     "actor_idle": ("perf/actor_idle", "Share of the time that the actor process waits."),
     "learner_idle": ("perf/learner_idle", "Share of the time that the learner waits."),
-    "queue_depth": ("perf/queue_depth", "Waiting rollouts when the learner takes one."),
+    "queue_depth": ("perf/queue_depth", "Number of waiting rollouts when the learner takes one."),
     "staleness": ("perf/staleness", "Staleness of a rollout, in policy versions, when the learner takes it."),
-    "staleness_mean": ("perf/staleness_mean", "The same, averaged over the decisions of an update."),
-    "staleness_max": ("perf/staleness_max", "The same for the oldest decision."),
-    "staleness_allowed": ("perf/staleness_allowed", "Allowed staleness of rollouts that start now."),
+    "staleness_mean": ("perf/staleness_mean", "Mean staleness of the decisions of an update."),
+    "staleness_max": ("perf/staleness_max", "Staleness of the oldest decision of an update."),
+    "staleness_allowed": ("perf/staleness_allowed", "Allowed staleness of the rollout that starts next."),
 }
 # prefix of names that end in a number or a user-defined name -> (group, meaning)
 FAMILIES = {
@@ -134,18 +140,18 @@ EVALUATIONS = {
     "eval/success_high": "Upper end of the interval.",
     "eval/reward": "Mean reward of an episode.",
     "eval/steps": "Mean env steps of an episode.",
-    "eval/<task>/success_rate": "The same for one of several tasks; also its interval, `reward`, `steps`.",
+    "eval/<task>/success_rate": "Success rate on one of several tasks; also its interval, `reward`, `steps`.",
     "eval/sampled_success_rate": "Success rate of sampled actions, if evaluated; also its interval, `reward`, `steps`.",
     "eval/random_success_rate": "Success rate of random actions, same episodes; also its interval, `reward`, `steps`.",
     "eval/accuracy": "World model: share of tokens predicted correctly; also `accuracy_changed`, `accuracy_copy`.",
     "eval/cross_entropy": "World model: cross-entropy of the true tokens, in nats per token.",
     "eval/<camera>/psnr": "World model: PSNR of its predictions, in dB; `psnr_copy`: PSNR of copying the last frame.",
     "eval/<camera>/ssim": "World model: structural similarity of its predictions.",
-    "eval/<camera>/skill": "World model: 0: no better than copying the last frame; 1: as good as its tokenizer allows. "
+    "eval/<camera>/skill": "World model: 0 if it is no better than copying the last frame, 1 if it is as good as its tokenizer allows. "
     "Absent if the tokenizer itself is no better than copying.",
     "eval/<camera>/changed_mse_ratio": "World model: squared error on changed pixels, relative to copying.",
     "eval/contact": "Explorer: share of the decisions in which the robot touches an object.",
-    "eval/random_contact": "The same for the best random baseline.",
+    "eval/random_contact": "Share of contact of the best random baseline.",
     "eval/voxels": "Explorer: 5 cm voxels that a hand reached; `voxels_per_episode`: mean per episode.",
     "eval/object_voxels": "Explorer: 5 cm voxels that objects were moved to; null if the env does not report them.",
     "eval/state_entropy": "Explorer: entropy of the visited states, in nats.",
