@@ -349,7 +349,7 @@ def test_verify_says_what_is_not_one_s_own_or_was_changed(folder, tmp_path, monk
 
 
 def test_runs_in_several_folders_are_listed_once(folder, capsys):
-    one, two = folder("a/one", status("finished")), folder("b/two", status("crashed", "gone"))
+    one, two = folder("a/one", status("finished", updated=time.time() - 60)), folder("b/two", status("crashed", "gone"))
     assert main(["runs", str(one), str(two), str(two.parent), "--json"]) == 0
     assert [run["path"] for run in json.loads(capsys.readouterr().out)] == [str(two), str(one)]
 
