@@ -147,8 +147,8 @@ EVALUATIONS = {
     "eval/cross_entropy": "World model: cross-entropy of the true tokens, in nats per token.",
     "eval/<camera>/psnr": "World model: PSNR of its predictions, in dB; `psnr_copy`: PSNR of copying the last frame.",
     "eval/<camera>/ssim": "World model: structural similarity of its predictions.",
-    "eval/<camera>/skill": "World model: 0 if it is no better than copying the last frame, 1 if it is as good as its tokenizer allows. "
-    "Absent if the tokenizer itself is no better than copying.",
+    "eval/<camera>/skill": "World model: 0 if it is no better than copying the last frame, 1 if it is as "
+    "good as its tokenizer allows. Absent if the tokenizer itself is no better than copying.",
     "eval/<camera>/changed_mse_ratio": "World model: squared error on changed pixels, relative to copying.",
     "eval/contact": "Explorer: share of the decisions in which the robot touches an object.",
     "eval/random_contact": "Share of contact of the best random baseline.",
