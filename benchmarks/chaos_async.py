@@ -56,7 +56,7 @@ class Training:
             )
         deadline = time.monotonic() + START_S
         # it may begin by taking back lines that its checkpoint does not know of
-        while resumes and "goes on from" not in self.output() and self._may_still_begin(deadline):
+        while resumes and "resumes from" not in self.output() and self._may_still_begin(deadline):
             pass
         first = self.updates()
         while (self.updates() < first + 2 or not self.saved()) and self._may_still_begin(deadline):
@@ -127,7 +127,7 @@ def collecting(training: Training) -> list[psutil.Process]:
 
 
 # the stage that was at work, or none
-LATE = r"the actor process failed: (.* has not come to an end|it is idle|it is stopped)"
+LATE = r"the actor process failed: (.* has not finished within|it is idle|it is stopped)"
 BAD = ("hang", "silent", "not named", "left", "no resume")
 CASES = {
     "env worker killed": Kind(to_one(workers, signal.SIGKILL), r"WorkerError: worker \d \(.*\) died with exit code -9"),
@@ -135,12 +135,12 @@ CASES = {
     "collecting process killed": Kind(to_one(collecting, signal.SIGKILL), "process failed: it died with exit code -9"),
     "collecting process stopped": Kind(to_one(collecting, signal.SIGSTOP), LATE),
     "policy raises": Kind(policy("raise"), r"deciding \(the policy's act\): ZeroDivisionError: nothing comes to mind"),
-    "policy hangs": Kind(policy("hang"), r"deciding \(the policy's act\) has not come to an end"),
+    "policy hangs": Kind(policy("hang"), r"deciding \(the policy's act\) has not finished within"),
     "learner rank killed": Kind(
         to_one(Training.ranks, signal.SIGKILL), r"process \d .* of 0\.\.1 died: killed by signal 9", ("--gpus", "2")
     ),
     "learner rank stopped": Kind(
-        to_one(Training.ranks, signal.SIGSTOP), r"process \d .* of 0\.\.1 gave no sign of life", ("--gpus", "2")
+        to_one(Training.ranks, signal.SIGSTOP), r"process \d .* of 0\.\.1 had no heartbeat", ("--gpus", "2")
     ),
 }
 

@@ -208,9 +208,9 @@ def test_grpo_without_groups_and_both_kinds_of_batches_are_told():
     config = load_config(SMALL)
     env = make_env(config.env, 4)
     policy = make_policy(config.policy, env.spec, chunk=1)
-    with pytest.raises(ValueError, match="grpo needs rollout.n_episodes_per_batch, and rollout.group_size"):
+    with pytest.raises(ValueError, match="grpo needs rollout.n_episodes_per_batch and rollout.group_size"):
         Trainer(policy, env, GRPO(config.grpo, policy), quiet=True).train(10)
-    with pytest.raises(ValueError, match="needs buffer.type=standard, and no buffer.size"):
+    with pytest.raises(ValueError, match="needs buffer.type=standard without buffer.size"):
         Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, episodes_per_batch=8).train(10)
 
 

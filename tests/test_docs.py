@@ -102,6 +102,15 @@ def trained(tmp_path_factory):
     words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]
     assert main([*words, "--output", str(folder / "outputs/imitate_rl")]) == 0
     (folder / "outputs/from_state").symlink_to("imitate_rl")
+    # each example of a page has a folder of its own
+    for name in ("lift_25", "lift_vla"):
+        shutil.copytree(folder / "outputs/demos/lift_d0", folder / "outputs/demos" / name)
+    for name, options in (("lift_20", ["lift_d0"]), ("stack_d0", ["stack_d0"])):
+        demos = ["demos", *options, "--episodes", "2", "env.threads=1"]
+        assert main([*demos, "--output", str(folder / "outputs/demos" / name)]) == 0
+    for name in ("lift_imitated", "vla_tasks_imitated"):
+        shutil.copytree(folder / "outputs/imitate_rl", folder / "outputs" / name)
+    shutil.copytree(folder / "outputs/finetune_rl", folder / "outputs/lift_finetuned")
     flow = ["policy.name=flow", "policy.width=32", "policy.image_features=8", "policy.channels=[4,4]"]
     assert main([*words, *flow, "--output", str(folder / "outputs/flow")]) == 0
     return folder
@@ -200,8 +209,8 @@ def test_the_architecture_page_names_files_and_folders_that_exist():
     assert [file for file in sorted(files) if not (source / file).is_file() and not (ROOT / file).is_file()] == []
     listed = set(re.findall(r"^\| `([a-z_]+)/`, `", page, re.M))
     assert listed == {path.parent.name for path in source.glob("*/__init__.py")}
-    # an hour's reading path
-    assert sum(map(int, re.findall(r"^\| \[.*\): (\d+) \|", page, re.M))) == 60
+    # the one-hour reading path
+    assert sum(map(int, re.findall(r"^\| \[.*\) \| (\d+) \|", page, re.M))) == 60
 
 
 def test_the_picture_of_an_update_is_what_its_script_draws():

@@ -11,7 +11,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LINES = {path: len(path.read_text().splitlines()) for path in FILES}
 # what the restructuring was held to, and what a feature may have added since: (lines, public names)
-BUDGET = {"the restructured package": (28_000, 450), "verified files, trusted code, no hangs, a guard": (2_800, 45)}
+BUDGET = {"the restructured package": (28_000, 450), "verified files, trusted code, no hangs, a guard": (2_900, 45)}
 TYPED = {"config", "spec", "env", "policy"}
 
 

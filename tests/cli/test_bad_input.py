@@ -69,16 +69,16 @@ def test_nonsense_for_any_flag_and_word_is_refused_or_taken(work, capsys, comman
 
 
 EMPTY = {
-    "train finetune --output ": "the word after --output is empty",
+    "train finetune --output ": "the argument after --output is empty",
     "train finetune --output=": "--output= is empty",
     "train finetune output=": "output= has no value",
     "train finetune output=''": "output = '' (from command line): expected text",
-    "train finetune --resume ": "the word after --resume is empty",
-    "eval ": "the word after eval is empty",
-    "eval run --json ": "the word after --json is empty",
-    "report run ": "the word after run is empty",
-    "prune --yes ": "the word after --yes is empty",
-    "tasks --sheet ": "the word after --sheet is empty",
+    "train finetune --resume ": "the argument after --resume is empty",
+    "eval ": "the argument after eval is empty",
+    "eval run --json ": "the argument after --json is empty",
+    "report run ": "the argument after run is empty",
+    "prune --yes ": "the argument after --yes is empty",
+    "tasks --sheet ": "the argument after --sheet is empty",
     "config finetune ppo.gamma=": "ppo.gamma= has no value (a shell variable that is not set?); give one, or ",
 }
 
@@ -101,8 +101,8 @@ def test_an_empty_output_base_is_none(monkeypatch):
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "Disk quota exceeded; make room"),
         (OSError(errno.EMFILE, "Too many open files", "x"), 1, "'x': Too many open files; raise the limit (ulimit -n)"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "'x': File name too long; give a shorter name"),
-        (PermissionError(errno.EACCES, "Permission denied", b"x"), 2, "'x': Permission denied; give another place"),
-        (OSError(errno.EROFS, "Read-only file system", "x"), 2, "'x': Read-only file system; give another place"),
+        (PermissionError(errno.EACCES, "Permission denied", b"x"), 2, "'x': Permission denied; give another path"),
+        (OSError(errno.EROFS, "Read-only file system", "x"), 2, "'x': Read-only file system; give another path"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 2, "'x': Is a directory"),
     ],
 )
@@ -150,9 +150,20 @@ def test_a_report_that_the_disk_does_not_take(tmp_path):
     make_run(tmp_path / "run")
     (tmp_path / "run/report.html").write_text("the last one")
     done = limited(resource.RLIMIT_FSIZE, 10_000, ["report", "run"], cwd=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "'run/report.html' cannot be written (File too large)" in done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "'run/report.html' cannot be written (File too large)" in done.stderr and "; make room" in done.stderr
     assert (tmp_path / "run/report.html").read_text() == "the last one"
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("words", [["train", "finetune", *SHORT], ["config", "import", "old.yaml"]])
+def test_a_disk_without_room_for_a_file_keeps_nothing_of_it(tmp_path, words):
+    (tmp_path / "old.yaml").write_text("task_name: reach_d0\n")
+    done = limited(resource.RLIMIT_FSIZE, 100, [*words, "--output", "out"], cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.count("sparring: ") == 1, done.stderr
+    assert "out" in done.stderr and "cannot write there (File too large)" in done.stderr
+    assert "; make room, or give another folder; the same command goes on" in done.stderr
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in (["old.yaml"], ["old.yaml", "writer.lock"])
 
 
 def test_a_disk_that_is_full_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
@@ -165,6 +176,7 @@ def test_a_disk_that_is_full_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     newest = checkpoints(tmp_path / "run")[-1]
     assert newest.name == "checkpoint-2"
+    assert f"'{tmp_path}/run/checkpoint-3': " in done.stderr and not list((tmp_path / "run").glob(".partial*"))
     assert {path.name: path.read_bytes() for path in newest.iterdir()} == whole
 
 

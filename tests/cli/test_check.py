@@ -255,7 +255,7 @@ def test_a_native_vla_has_fresh_weights_if_no_others_are_given(capsys):
 def test_an_unknown_name_is_a_mistake_of_the_person(capsys):
     assert main(["check", "tabletap"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("sparring: env.name = tabletap (from command line): no env is called 'tabletap'; nearest: ")
+    assert error.startswith("sparring: env.name = tabletap (from command line): unknown env 'tabletap'; nearest: ")
     assert main(["check", "lift_d0"]) == 2
     assert "'lift_d0' is a task, not an env; write: sparring check sparring/lift_d0" in capsys.readouterr().err
     assert main(["check", "sparring/reach_x"]) == 2

@@ -224,23 +224,23 @@ class Endless(CountingBackend):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rollout": {"n_envs": 4, "n_episodes_per_batch": 6}}, "6 episodes cannot be shared out evenly over the 4"),
+        ({"rollout": {"n_envs": 4, "n_episodes_per_batch": 6}}, "6 episodes cannot be divided evenly among the 4"),
         (
             {"rollout": {"n_envs": 4, "group_size": 3, "n_episodes_per_batch": 4}},
             "groups of 3; expected one of 1, 2, 4, or ",
         ),
-        ({"rollout": {"n_envs": 4, "group_size": 2}}, "set rollout.n_episodes_per_batch too"),
+        ({"rollout": {"n_envs": 4, "group_size": 2}}, "set rollout.n_episodes_per_batch, too"),
         (
             {"rollout": {"n_envs": 4, "n_episodes_per_batch": 4}, "buffer": {"type": "vla"}},
             "needs buffer.type=standard",
         ),
-        ({"algorithm": "grpo"}, "grpo needs rollout.n_episodes_per_batch, and rollout.group_size of 2 or more"),
+        ({"algorithm": "grpo"}, "grpo needs rollout.n_episodes_per_batch and rollout.group_size >= 2"),
         (
             {
                 "rollout": {"n_envs": 4, "n_episodes_per_batch": 4, "group_size": 2},
                 "env": {"task": ["reach_d0", "reach_d1"]},
             },
-            "env.task must be a single task",
+            "single task in env.task",
         ),
     ],
 )

@@ -88,9 +88,7 @@ def assert_it_goes_on(folder, **rollout):
 def test_killed(tmp_path, repetition):
     # at another moment of its rollouts each time
     error, seconds = fails_in_update_3(tmp_path, lambda *a: (time.sleep(0.003 * repetition), kill(*a)))
-    assert str(error).startswith(
-        "the actor process failed: it died with exit code -9; killed, by hand or by the system"
-    )
+    assert str(error).startswith("the actor process failed: it died with exit code -9; killed by a user or the system")
     assert seconds < SOON
     assert checkpoints(tmp_path / "run")
     if repetition == 0:
@@ -109,7 +107,7 @@ def test_an_exception_in_the_env(tmp_path, groups):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_hang_of_the_env(tmp_path, groups):
     error, seconds = fails_in_update_3(tmp_path, say("hang"), groups=groups, watchdog_s=1.5)
-    assert str(error).startswith("the actor process failed: simulating (a step of the env) has not come to an end")
+    assert str(error).startswith("the actor process failed: simulating (a step of the env) has not finished within")
     assert seconds < SOON
     assert_it_goes_on(tmp_path, groups=groups)
 
@@ -180,7 +178,7 @@ def test_a_stage_that_ends_while_it_is_looked_at_is_not_late():
     actor.deadlines = StageDeadlines(LookedAtOnce(60.0), ("simulate",), 60.0)
     actor._check()
     actor.deadlines = StageDeadlines(LookedAtOnce(-1.0), ("simulate",), 60.0)
-    with pytest.raises(StageFailed, match="has not come to an end"):
+    with pytest.raises(StageFailed, match="has not finished within"):
         actor._check()
     assert len(closed) == 1
 

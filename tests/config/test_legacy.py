@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sparring.cli.main import main
 from sparring.config import schema
 from sparring.config.convert import import_config
-from sparring.config.legacy import ALIASES, LISTED, PHASE_ALIASES, SO_ANYWAY, WITHOUT_MEANING, _without_meaning, rename
+from sparring.config.legacy import ALIASES, FIXED_VALUES, LISTED, PHASE_ALIASES, UNSUPPORTED, _why_unsupported, rename
 from sparring.config.schema import SCHEMA
 from sparring.config.section import ConfigError
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
@@ -210,7 +210,7 @@ def test_what_import_writes_loads_as_the_original_does(tmp_path, name):
 
 
 def kept(file):
-    return [setting for setting in read_settings(file) if not _without_meaning(setting)]
+    return [setting for setting in read_settings(file) if not _why_unsupported(setting)]
 
 
 def without_sections_of(others, config):
@@ -246,7 +246,7 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
     for setting in read_settings(file):
         assert setting.key in written or any(f"{s.key}" == setting.key for s in read_settings(ours))
     assert "#   model.config_file: f1.yaml  (line 2: describes F1's network; " in written
-    assert "model.lora.bias (from rl_config.yaml line 3) is a comment now: it is always so here" in told
+    assert "model.lora.bias (from rl_config.yaml line 3) is now a comment: always the case here" in told
 
 
 @pytest.mark.parametrize("phase", ["student", "adversarial"])
@@ -270,8 +270,8 @@ def test_rewards_of_the_originals_mean_what_they_meant_there(tmp_path, text, exp
         assert rewards.divergence == "original" and not any(weights.values())
     _, told = schema.configure([*read_settings(file), *start(phase), Setting("phase", phase, "here")], inherit=False)
     for lines in (notes, told):
-        (line,) = [line for line in lines if line.startswith(f"{phase} is rewarded as in the originals: ")]
-        assert "rewards.name=original" in line and "other than there, a term is normalised" in line
+        (line,) = [line for line in lines if line.startswith(f"{phase} has the rewards of the originals: ")]
+        assert "rewards.name=original" in line and "unlike there, terms are normalised" in line
         assert line in notes and f"# {line}.\n" in written
 
 
@@ -318,7 +318,7 @@ def test_adapters_of_a_file_that_names_no_network_for_them_are_comments(tmp_path
     ]
     assert written.splitlines()[-3:] == lines
     assert (
-        "model.lora.r (from rl_config.yaml line 3) is a comment now: it would be world_model.lora_r, which " in told[1]
+        "model.lora.r (from rl_config.yaml line 3) is now a comment: it would be world_model.lora_r, which " in told[1]
     )
     assert f"(line 3: it would be policy.lora_r, which needs {POLICIES})" in import_config(file, "student")[0]
     both = "in teacher it would be world_model.lora_r, which needs world_model.trunk; in student and adversarial it "
@@ -366,19 +366,19 @@ def test_two_networks_of_the_same_shape_are_one_setting(tmp_path):
     file = in_file(tmp_path, text % '{"hidden_sizes": [256]}', "same.json")
     assert load_config(file).policy.hidden == (256,)
     file = in_file(tmp_path, text % '{"hidden_sizes": [64]}', "other.json")
-    with pytest.raises(ConfigError, match="was given before, in line 1; keep one"):
+    with pytest.raises(ConfigError, match="is also given in line 1; keep one"):
         load_config(file)
 
 
 # what is given -> how the one line about it begins
 REFUSED = {
-    "trainer: {exp_name: x}": "trainer.exp_name (..): a run is called what its folder is called: say output",
-    "trainer: {use_wandb: true}": "trainer.use_wandb (..): say logging.mode=online or offline, logging.project, ",
+    "trainer: {exp_name: x}": "trainer.exp_name (..): the name of a run is that of its folder: set output",
+    "trainer: {use_wandb: true}": "trainer.use_wandb (..): set logging.mode=online or offline, logging.project, ",
     "logging: {tags: [x]}": "logging.tags (..): W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, ",
     "logging: {mode: later}": "logging.mode = later (..): expected one of: online, offline, disabled",
-    "swanlab: {project: x}": "swanlab.project (..): there are TensorBoard and W&B: say logging.tensorboard=true, ",
-    "environment: {need_plan: true}": "environment.need_plan (..): no planner is ever loaded; leave it out",
-    "environment: {camera: {collect_head_camera: often}}": "environment.camera.collect_head_camera (..): cameras are ",
+    "swanlab: {project: x}": "swanlab.project (..): SwanLab is not supported: set logging.tensorboard=true, ",
+    "environment: {need_plan: true}": "environment.need_plan (..): no planner is ever loaded; remove it",
+    "environment: {camera: {collect_head_camera: often}}": "environment.camera.collect_head_camera (..): set env.",
     "trainer: {buffer_typ: vla}": "trainer.buffer_typ (..): unknown key; nearest: buffer.type (one of: standard, vla)",
     "trainer: {buffer_type: ring}": "buffer.type = ring (.., given as trainer.buffer_type): expected one of: ",
     "algorithm: {cfg: {gama: 1}}": "algorithm.cfg.gama (..): unknown key; nearest: ppo.gamma (a number ",
@@ -387,8 +387,8 @@ REFUSED = {
     "training: [1]": "training (..): is a section, not a value; its keys are training.total_timesteps, ",
     "model: {lora: 3}": "model.lora (..): expected keys with values below it, e.g. model.lora.r, not 3",
     "teacher: {colored: 1}": "teacher.colored (..): unknown key; nearest: teacher.coloured",
-    "trainer: {...}": "trainer.... (..): stands for settings that are not shown; ",
-    "algorithm: {cfg: {gamma: 0.9, ...}}": "algorithm.cfg.... (..): stands for settings that are not shown; ",
+    "trainer: {...}": "trainer.... (..): stands for omitted settings; ",
+    "algorithm: {cfg: {gamma: 0.9, ...}}": "algorithm.cfg.... (..): stands for omitted settings; ",
 }
 
 
@@ -403,7 +403,7 @@ def test_what_cannot_be_had_is_refused_with_a_sentence(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "config file 'FILE': says nothing, so there is nothing to import"),
+        ("", "config file 'FILE' is empty; expected the settings to import"),
         ("- 1\n", "config file 'FILE' line 1: expected keys with values at the top level"),
         ("a: [1,\n", "config file 'FILE' line 2: not valid YAML or JSON"),
         ("phase: 7\n", "phase = 7: unknown phase; expected one of: finetune, "),
@@ -427,29 +427,29 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
     assert told.out == "ours.yaml\n"
     assert told.err.splitlines() == [
         "read as: trainer.num_envs -> rollout.n_envs",
-        "trainer.exp_name (from f.yaml line 1) is a comment now: a run is called what its folder is called: say output",
+        "trainer.exp_name (from f.yaml line 1) is now a comment: the name of a run is that of its folder: set output",
     ]
     text = (tmp_path / "ours.yaml").read_text()
     assert text.splitlines() == [
         "# From f.yaml, by `sparring config import`. For `sparring train finetune`.",
         "rollout:",
         "  n_envs: 4  # was trainer.num_envs",
-        "# Not settings here; each with its line in f.yaml, and why:",
-        "#   trainer.exp_name: mine  (line 1: a run is called what its folder is called: say output)",
+        "# Not settings here (with the line in f.yaml, and the reason):",
+        "#   trainer.exp_name: mine  (line 1: the name of a run is that of its folder: set output)",
     ]
     assert main(["config", "import", "f.yaml"]) == 0 and capsys.readouterr().out == text
     # what is there stays, first of all what was imported
     for there in ("f.yaml", "ours.yaml"):
         before = (tmp_path / there).read_text()
         assert main(["config", "import", "f.yaml", "--output", there]) == 2
-        assert capsys.readouterr().err.endswith(f"--output {there}: is there already, and stays; choose another name\n")
+        assert capsys.readouterr().err.endswith(f"--output {there} exists and is not overwritten; choose another\n")
         assert (tmp_path / there).read_text() == before
     assert main(["config", "import", "f.yaml", "wm"]) == 0
     assert "\nphase: teacher\n" in capsys.readouterr().out
     for words in (["import"], ["import", "f.yaml", "teacher", "x"], ["import", "f.yaml", "seed=1"], ["teacher", "x"]):
         assert main(["config", *words]) == 2 and "sparring config import FILE [PHASE]" in capsys.readouterr().err
     assert main(["config", "import", "f.yaml", "--output", "no/where.yaml"]) == 2
-    assert "cannot write there (No such file or directory)" in capsys.readouterr().err
+    assert "cannot be written (No such file or directory)" in capsys.readouterr().err
 
 
 def test_the_asynchronous_mode_of_the_document_is_one_of_ours(tmp_path, capsys):
@@ -471,8 +471,8 @@ def test_a_run_says_once_what_was_renamed(tmp_path, capsys):
     assert main(["config", "finetune", "--config", str(file), "ppo.gamma=0.9", "--num_episodes", "5"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         "read as: trainer.num_envs -> rollout.n_envs",
-        "so here anyway: trainer.use_wandb=false",
-        "for other phases, not read in this one: student.ppo.gamma",
+        "always the case here: trainer.use_wandb=false",
+        "for other phases, not used in this one: student.ppo.gamma",
     ]
 
 
@@ -484,11 +484,11 @@ def test_the_chain_refuses_another_folder_than_its_own(tmp_path):
 
 def test_no_key_is_in_two_tables():
     phase_keys = {key for table in PHASE_ALIASES.values() for key in table}
-    assert not WITHOUT_MEANING.keys() & ({*ALIASES, *LISTED} | phase_keys)
+    assert not UNSUPPORTED.keys() & ({*ALIASES, *LISTED} | phase_keys)
     # what is so anyway has a reason to give for any other value
-    assert all(_without_meaning(Setting(key, "?", "here")) for key in SO_ANYWAY)
+    assert all(_why_unsupported(Setting(key, "?", "here")) for key in FIXED_VALUES)
     keys = SCHEMA.keys(SCHEMA.classes())
-    assert not [key for key in (*WITHOUT_MEANING, *LISTED) if key in keys]
+    assert not [key for key in (*UNSUPPORTED, *LISTED) if key in keys]
     assert all(key in keys for key, _ in LISTED.values())
 
 

@@ -87,10 +87,10 @@ def test_short_names_and_import_paths():
         ("math.deeper:X", "thing 'math.deeper:X': no module 'math.deeper'; is it in this folder or on PYTHONPATH?"),
         ("math:sqrd", "thing 'math:sqrd': module 'math' has no 'sqrd'; nearest: sqrt"),
         ("math:qqqqqq", "thing 'math:qqqqqq': module 'math' has no 'qqqqqq'"),
-        (":X", "thing ':X': is no import path; expected your.module:Class"),
-        ("math:", "thing 'math:': is no import path; expected your.module:Class"),
-        (".x:Y", "thing '.x:Y': is no import path; expected your.module:Class"),
-        ("a b:Y", "thing 'a b:Y': is no import path; expected your.module:Class"),
+        (":X", "thing ':X' is not an import path; expected your.module:Class"),
+        ("math:", "thing 'math:' is not an import path; expected your.module:Class"),
+        (".x:Y", "thing '.x:Y' is not an import path; expected your.module:Class"),
+        ("a b:Y", "thing 'a b:Y' is not an import path; expected your.module:Class"),
     ],
 )
 def test_a_bad_import_path(path, said):
@@ -98,11 +98,9 @@ def test_a_bad_import_path(path, said):
 
 
 def test_an_unknown_name():
-    said = "no thing is called 'sqare'; nearest: square; known: square, log, or your.module:Class"
+    said = "unknown thing 'sqare'; nearest: square; known: square, log, or your.module:Class"
     assert sentence(resolve, "sqare", KNOWN, "thing") == said
-    assert sentence(resolve, "zzz", KNOWN, "thing") == (
-        "no thing is called 'zzz'; known: square, log, or your.module:Class"
-    )
+    assert sentence(resolve, "zzz", KNOWN, "thing") == ("unknown thing 'zzz'; known: square, log, or your.module:Class")
 
 
 def test_a_module_that_needs_what_is_not_installed(module):
@@ -213,5 +211,5 @@ def test_gymnasium_envs_of_ones_own_by_class_function_or_registered_id(module):
     said = sentence(load_config, {"env": {"name": "gym:no_such_module:Mine-v0"}})
     assert said == (
         "env.name = 'gym:no_such_module:Mine-v0' (from Python): env 'gym:no_such_module:Mine-v0': "
-        "no module 'no_such_module'; is it in this folder or on PYTHONPATH? Else: pip install no-such-module"
+        "no module 'no_such_module'; is it in this folder or on PYTHONPATH? Otherwise: pip install no-such-module"
     )

@@ -131,7 +131,7 @@ def test_a_later_override_wins_over_an_earlier_one_and_over_the_file(tmp_path):
 
 def test_two_spellings_of_one_key_must_agree(tmp_path):
     assert mistakes("task_name=lift_d0", "env.task=stack_d0") == [
-        "env.task = stack_d0 (from command line): task_name = lift_d0 was given too and is the same key; keep one"
+        "env.task = stack_d0 (from command line): task_name = lift_d0 is the same key and also given; keep one"
     ]
     assert load("task_name=lift_d0", "env.task=lift_d0").env.task == ("lift_d0",)
     # what a file says may be changed under any spelling
@@ -151,7 +151,7 @@ def test_one_camera_needs_no_list():
 
 def test_an_ambiguous_bare_name_lists_its_places():
     assert mistakes("name=x") == [
-        "name (from command line): could be any of env.name, policy.name, world_model.name, rewards.name, "
+        "name (from command line): is ambiguous: env.name, policy.name, world_model.name, rewards.name, "
         "logging.name; write one of them",
     ]
 
@@ -213,15 +213,19 @@ def test_an_empty_file_or_section_asks_for_nothing(tmp_path, text):
         ("a: 1\n---\nb: 2\n", "config file 'FILE' line 2: not valid YAML or JSON (but found another document)"),
         (
             "x: 1\nseed: !!int abc\n",
-            "config file 'FILE' line 2: not valid YAML or JSON (the tag !!int is not read here; write ",
+            "config file 'FILE' line 2: the tag !!int is not supported; write ",
         ),
         (
             "a: !!python/object:os.system x\n",
-            "config file 'FILE' line 1: not valid YAML or JSON (the tag !!python/object:os",
+            "config file 'FILE' line 1: the tag !!python/object:os",
         ),
         (
             "a: &a {b: *a}\n",
-            "config file 'FILE' line 1: not valid YAML or JSON (the alias *a stands for what it lies in)",
+            "config file 'FILE' line 1: the alias *a contains itself",
+        ),
+        (
+            "base: &b\n  gamma: 0.9\nppo:\n  <<: *b\n",
+            "config file 'FILE' line 4: merge keys (<<) are not supported; write",
         ),
         ("a: \x00\n", "config file 'FILE': not valid YAML or JSON (unacceptable character #x0000"),
     ],
@@ -232,22 +236,22 @@ def test_a_file_that_cannot_be_understood(tmp_path, text, said):
 
 def test_a_file_of_words_for_the_command_line(tmp_path):
     said = unreadable(in_file(tmp_path, "seed=1\nthreads=2\n"))
-    assert said.endswith("e.g. 'seed: 1'; words like seed=1 go on the command line")
+    assert said.endswith("e.g. 'seed: 1'; overrides like seed=1 belong on the command line")
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    missing = "config file 'FILE': cannot read it (No such file or directory)"
+    missing = "config file 'FILE' cannot be read (No such file or directory)"
     assert unreadable(tmp_path / "missing.yaml") == missing
-    assert unreadable(tmp_path) == "config file 'FILE': cannot read it (Is a directory)"
+    assert unreadable(tmp_path) == "config file 'FILE' cannot be read (Is a directory)"
     (tmp_path / "image.yaml").write_bytes(b"\x89PNG\xff\xfe")
-    assert unreadable(tmp_path / "image.yaml") == "config file 'FILE': is not text; give a YAML or JSON file"
+    assert unreadable(tmp_path / "image.yaml") == "config file 'FILE' is not text; give a YAML or JSON file"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_without_permission(tmp_path):
     file = in_file(tmp_path, "seed: 1\n")
     file.chmod(0)
-    assert unreadable(file) == "config file 'FILE': cannot read it (Permission denied)"
+    assert unreadable(file) == "config file 'FILE' cannot be read (Permission denied)"
 
 
 # ---- mistakes
@@ -264,7 +268,7 @@ def test_all_mistakes_at_once_each_with_its_key_its_origin_and_what_is_accepted(
         "rolout.n_envs (from run.yaml line 7): unknown key; nearest: rollout.n_envs (an integer > 0)",
         "buffer (from run.yaml line 10): is a section, not a value; its keys are buffer.type, buffer.size, "
         "buffer.memory_limit_gb, buffer.folder",
-        "env.image_size.width (from run.yaml line 13): env.image_size has no keys below it; "
+        "env.image_size.width (from run.yaml line 13): env.image_size has no subkeys; "
         "expected an integer >= 16 and <= 512",
         "policy.hidden = [64, 0] (from run.yaml line 9): expected a list, each an integer > 0",
         "ppo.mini_batch_size = 0 (from command line, given as batch_size): expected an integer > 0",
@@ -278,8 +282,8 @@ def test_all_mistakes_at_once_each_with_its_key_its_origin_and_what_is_accepted(
 def test_a_key_given_twice_in_a_file_is_a_mistake_even_under_another_spelling(tmp_path):
     file = in_file(tmp_path, "seed: 1\nppo:\n  gamma: 0.9\n  gamma: 0.8\nrollout: {n_envs: 2}\nnum_envs: 3\n")
     assert mistakes(file=file) == [
-        "ppo.gamma = 0.8 (from run.yaml line 4): was given before, in line 3; keep one",
-        "rollout.n_envs = 3 (from run.yaml line 6, given as num_envs): was given before, in line 5; keep one",
+        "ppo.gamma = 0.8 (from run.yaml line 4): is also given in line 3; keep one",
+        "rollout.n_envs = 3 (from run.yaml line 6, given as num_envs): is also given in line 5; keep one",
     ]
 
 
@@ -304,24 +308,24 @@ MISTAKES = {
     "rollout.n_envs=two": "rollout.n_envs = two (..): expected an integer > 0",
     "env.cameras=[side]": "env.cameras = [side] (..): expected a list, each one of: head, wrist",
     "env.name=tabletap": (
-        "env.name = tabletap (..): no env is called 'tabletap'; nearest: tabletop; known: "
+        "env.name = tabletap (..): unknown env 'tabletap'; nearest: tabletop; known: "
         "tabletop, gym:ID, or your.module:Class"
     ),
     "env.name=CartPole-v1": (
-        "env.name = CartPole-v1 (..): no env is called 'CartPole-v1'; did you mean gym:CartPole-v1? known: tabletop, "
+        "env.name = CartPole-v1 (..): unknown env 'CartPole-v1'; did you mean gym:CartPole-v1? known: tabletop, "
         "gym:ID, or your.module:Class"
     ),
     "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, gym:ID, or your.module:Class",
     "policy.name=mlp": (
-        "policy.name = mlp (..): no policy is called 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
+        "policy.name = mlp (..): unknown policy 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
         "your.module:Class"
     ),
     "algorithm=ppu": (
-        "algorithm = ppu (..): no algorithm is called 'ppu'; nearest: ppo; known: ppo, grpo, or your.module:Class"
+        "algorithm = ppu (..): unknown algorithm 'ppu'; nearest: ppo; known: ppo, grpo, or your.module:Class"
     ),
     "env.name=gym:Pendulm-v1": (
-        "env.name = 'gym:Pendulm-v1' (..): gymnasium does not know it (Environment `Pendulm` "
-        "doesn't exist. Did you mean: `Pendulum`?); where a package registers it, write gym:<package>:Pendulm-v1, "
+        "env.name = 'gym:Pendulm-v1' (..): not registered in gymnasium (Environment `Pendulm` "
+        "doesn't exist. Did you mean: `Pendulum`?); if a package registers it, write gym:<package>:Pendulm-v1, "
         "as in gym:gymnasium_robotics:FetchReach-v4"
     ),
     "env.task=reach_d7": "env.task = reach_d7 (..): env.task='reach_d7' is not a tabletop task; did you mean 'reach_",
@@ -333,7 +337,7 @@ MISTAKES = {
         "env.name = 'no.such:Env' (..): env 'no.such:Env': no module 'no'; is it in this folder or on PYTHONPATH?"
     ),
     "buffer.size=7 rollout.n_envs=8": (
-        "buffer.size = 7 (..): holds less than one decision of each of the 8 robots; expected >= "
+        "buffer.size = 7 (..): is less than one decision for each of the 8 robots; expected >= "
         "8, or a smaller rollout.n_envs"
     ),
 }
@@ -347,7 +351,7 @@ def test_each_kind_of_mistake(words):
 
 def test_where_the_class_of_a_section_is_unknown_its_keys_are_not_judged():
     assert mistakes("env.name=tabletap", "env.kwargs.gravity=1", "ppo.gamma=2") == [
-        "env.name = tabletap (from command line): no env is called 'tabletap'; nearest: tabletop; "
+        "env.name = tabletap (from command line): unknown env 'tabletap'; nearest: tabletop; "
         "known: tabletop, gym:ID, or your.module:Class",
         "ppo.gamma = 2 (from command line): expected a number >= 0 and <= 1",
     ]
@@ -356,7 +360,7 @@ def test_where_the_class_of_a_section_is_unknown_its_keys_are_not_judged():
 def test_without_gymnasium_no_id_of_its_is_known(monkeypatch):
     monkeypatch.setattr("sparring.config.schema.find_spec", lambda name: None)
     (line,) = mistakes("env.name=CartPole-v1")
-    assert "no env is called 'CartPole-v1'; known: tabletop, gym:ID, or your.module:Class" in line
+    assert "unknown env 'CartPole-v1'; known: tabletop, gym:ID, or your.module:Class" in line
 
 
 @pytest.mark.parametrize("phase", ["finetune", "imitate"])
@@ -466,12 +470,12 @@ def test_every_alias_leads_to_a_key():
 
 GRPO = ["algorithm=grpo", "rollout.n_episodes_per_batch=16", "rollout.group_size=2"]
 UNREAD = {
-    "ppo.policy_lr=1e-5": "ppo.policy_lr = 1.0e-05 (..): is not read with algorithm=grpo; set grpo.policy_lr",
-    "ppo.ppo_epochs=2": "ppo.ppo_epochs = 2 (..): is not read with algorithm=grpo; set grpo.epochs",
-    "--clip_ratio=0.1": "ppo.clip_ratio = 0.1 (.., given as clip_ratio): is not read with algorithm=grpo; leave it "
-    "out, or say algorithm=ppo",
-    "algorithm.cfg.gamma=0.9": "ppo.gamma = 0.9 (.., given as algorithm.cfg.gamma): is not read with algorithm=grpo; ",
-    "rl_training.ppo_trainer.gamma=0.9": "ppo.gamma = 0.9 (.., given as rl_training.ppo_trainer.gamma): is not read",
+    "ppo.policy_lr=1e-5": "ppo.policy_lr = 1.0e-05 (..): is not used by algorithm=grpo; set grpo.policy_lr",
+    "ppo.ppo_epochs=2": "ppo.ppo_epochs = 2 (..): is not used by algorithm=grpo; set grpo.epochs",
+    "--clip_ratio=0.1": "ppo.clip_ratio = 0.1 (.., given as clip_ratio): is not used by algorithm=grpo; remove it, "
+    "or set algorithm=ppo",
+    "algorithm.cfg.gamma=0.9": "ppo.gamma = 0.9 (.., given as algorithm.cfg.gamma): is not used by algorithm=grpo; ",
+    "rl_training.ppo_trainer.gamma=0.9": "ppo.gamma = 0.9 (.., given as rl_training.ppo_trainer.gamma): is not used",
 }
 
 
@@ -483,14 +487,14 @@ def test_settings_of_an_algorithm_that_is_not_in_use_are_refused(word):
 
 def test_so_are_those_of_grpo_with_ppo_and_of_both_with_ones_own():
     assert mistakes("grpo.clip_high=0.3", "grpo.epochs=2", "grpo.target_kl=0.1") == [
-        "grpo.target_kl = 0.1 (from command line): is not read with algorithm=ppo; set ppo.target_kl",
-        "grpo.clip_high = 0.3 (from command line): is not read with algorithm=ppo; leave it out, or say algorithm=grpo",
-        "grpo.epochs = 2 (from command line): is not read with algorithm=ppo; set ppo.ppo_epochs",
+        "grpo.target_kl = 0.1 (from command line): is not used by algorithm=ppo; set ppo.target_kl",
+        "grpo.clip_high = 0.3 (from command line): is not used by algorithm=ppo; remove it, or set algorithm=grpo",
+        "grpo.epochs = 2 (from command line): is not used by algorithm=ppo; set ppo.ppo_epochs",
     ]
     own = "algorithm=sparring.algorithms.grpo:GRPO"
     assert mistakes(own, "ppo.gamma=0.5", "grpo.policy_lr=0.5") == [
-        f"ppo.gamma = 0.5 (from command line): is not read with {own}; leave it out, or say algorithm=ppo",
-        f"grpo.policy_lr = 0.5 (from command line): is not read with {own}; set algorithm_config.policy_lr",
+        f"ppo.gamma = 0.5 (from command line): is not used by {own}; remove it, or set algorithm=ppo",
+        f"grpo.policy_lr = 0.5 (from command line): is not used by {own}; set algorithm_config.policy_lr",
     ]
 
 
@@ -664,7 +668,7 @@ def test_a_schema_of_ones_own():
     assert (config.title, config.inner.size, config.other.size) == ("x", 4, 1.0)
     with pytest.raises(ConfigError, match=r"^inner.size = 6 \(from there line 2\): too big$"):
         build(Setting("inner.size", 6, "there", 2))
-    with pytest.raises(ConfigError, match="could be any of inner.size, other.size"):
+    with pytest.raises(ConfigError, match="is ambiguous: inner.size, other.size"):
         build(Setting("size", 6, "there", 2))
 
 

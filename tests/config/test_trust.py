@@ -192,11 +192,33 @@ def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what, si
     refused(capsys, "eval", file.parent, of=["is damaged: config.yaml has "])
 
 
+def test_without_a_key_trust_is_reported_once(hostile, capsys, monkeypatch):
+    folder, mark = hostile(CODE["policy"])
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null/none")
+    main(["eval", str(folder), "--trust"])
+    said = capsys.readouterr().err
+    assert mark.exists() and said.count("trusted ") == said.count("for this command only") == 1
+
+
+def test_a_config_file_in_somebody_elses_run_is_trusted_with_a_warning(hostile, capsys):
+    folder, _ = hostile({"env.name": "{m}:Thing"})
+    words = ["config", "finetune", "--config", str(folder / "config.yaml")]
+    main(words)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--config ")]
+    assert f"lies in '{folder}', which you did not sign: it is trusted like a Makefile, and imports env.name=" in line
+    # one's own, and one that lies in no run
+    manifest.sign(folder, "config.yaml")
+    main(words)
+    shutil.copy(folder / "config.yaml", folder.parent / "mine.yaml")
+    main([*words[:-1], str(folder.parent / "mine.yaml")])
+    assert "which you did not sign" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", [name for name in REFUSED if name.startswith(("os", "posix", "exec", "a b", "Popen"))])
 def test_trusted_builtins_and_other_kinds_are_not_called(hostile, capsys, what):
     folder, mark = hostile(REFUSED[what])
     assert main(["eval", str(folder), "--trust"]) == 2
-    assert re.search("expected a function written in Python, or a class|first parameter must", capsys.readouterr().err)
+    assert re.search("expected a class, or a function written in Python|first parameter must", capsys.readouterr().err)
     assert not mark.exists()
 
 
@@ -302,7 +324,7 @@ def test_a_manifest_names_files_of_its_folder(hostile, capsys):
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"files": content["files"] | {"../../x": {}}}))
     assert main(["eval", str(folder)]) == 2
-    assert "is no manifest of format" in capsys.readouterr().err and not mark.exists()
+    assert "is not a manifest of format" in capsys.readouterr().err and not mark.exists()
 
 
 OWN = {
@@ -358,7 +380,7 @@ def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, 
     for file in [folder / "manifest.json", *folder.glob("*/manifest.json")]:
         file.unlink()
     checkpoint = checkpoints(folder)[-1]
-    refused(capsys, "eval", folder, of=["it has no manifest.json; --trust takes it as it is"])
+    refused(capsys, "eval", folder, of=["it has no manifest.json; --trust accepts it as it is"])
     with pytest.raises(UserError, match="has no manifest"):
         load_policy(folder)
     assert main(["eval", str(folder), "--trust"]) == 0
@@ -382,9 +404,7 @@ def test_what_is_trusted_is_what_was_read(tmp_path, monkeypatch, file, trust):
     # read by the config
     target = "sparring.config.text.read_small" if file == "config.yaml" else "sparring.config.inherit.read_small"
     monkeypatch.setattr(target, lambda *_: path.write_bytes(signed) and hostile)
-    expected = (
-        (manifest.ManifestError, "was changed while it was read") if trust else (TrustError, "gym_doubles:Counter")
-    )
+    expected = (manifest.ManifestError, "changed after it was read") if trust else (TrustError, "gym_doubles:Counter")
     with trusting(trust), pytest.raises(expected[0], match=expected[1]):
         if file == "config.yaml":
             trusted_settings(tmp_path)
@@ -431,7 +451,7 @@ def test_a_checkpoint_that_cannot_be_signed_is_trusted_for_the_command(own_run, 
 def test_without_a_home_nothing_is_signed_and_training_goes_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    manifest._say_once.cache_clear()
+    manifest._warn_once.cache_clear()
     folder = tmp_path / "run"
     config = SMALL | OWN["env"] | {"output": str(folder), "training": {"save_every": 1, "iterations": 3}}
     assert Run(load_config(config | {"logging": {"console_level": "WARNING"}})).run()
@@ -471,7 +491,7 @@ def test_values_that_are_no_import_paths():
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "os:path", "sys:argv", "string:digits"])
 def test_what_is_called_is_a_class_or_a_function(path):
-    with pytest.raises(UserError, match=f"env '{path}': is a .*; expected a function written in Python, or a class"):
+    with pytest.raises(UserError, match=f"env '{path}' is a .*; expected a class, or a function written in Python"):
         resolve(path, {}, "env")
 
 
@@ -510,7 +530,7 @@ def test_files_in_a_run_do_not_stand_in_for_libraries(own_run, tmp_path, how):
     # nor where a run that is trusted, or the command line, names a module of that folder
     done = shell(folder, "eval", ".", "env.name=evil_plugin:Env", script=script if how == "script" else None)
     assert done.returncode == 2 and not mark.exists()
-    assert "In a folder of a run nothing is looked for" in done.stderr
+    assert "Modules in a run folder are not imported" in done.stderr
 
 
 MINE = """

@@ -102,7 +102,7 @@ def test_a_ring_that_was_still_empty_is_read_later():
     ring, stream = VLABuffer(4), Stream(2)
     with BatchBuilder(ring, 3) as builder:
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="holds no transition"):
+            with pytest.raises(RuntimeError, match="no readable transition"):
                 next(builder)
         ring.add(stream.step())
         ring.close(stream.root())
@@ -198,7 +198,7 @@ def test_batches_of_a_ring_have_their_next_observations():
 
 @pytest.mark.parametrize("arguments", [{"source": Numbers()}, {"source": [], "batch_size": 3}])
 def test_a_batch_size_goes_with_sampling(arguments):
-    with pytest.raises(ValueError, match="batch_size goes with a store"):
+    with pytest.raises(ValueError, match="expected batch_size if the source has sample"):
         BatchBuilder(**arguments)
 
 

@@ -106,7 +106,7 @@ def test_statistics_of_numbers():
 def test_statistics_of_pictures_are_those_of_their_pixels():
     frames = np.random.default_rng(1).integers(10, 200, (5, 8, 6, 3), dtype=np.uint8)
     frames[..., 1] //= 2
-    found = lerobot.picture_statistics(lerobot.pixel_counts(frames), 5)
+    found = lerobot.image_statistics(lerobot.pixel_counts(frames), 5)
     pixels = frames.reshape(-1, 3) / 255
     assert found["count"].tolist() == [5] and found["mean"].shape == (3, 1, 1)
     for name in ("mean", "std", "min", "max"):
@@ -185,7 +185,7 @@ def test_the_cache_is_decoded_once_and_holds_the_same(copy, monkeypatch):
     for episode in range(4):
         assert (plain.episode(episode) == cached.episode(episode)).all()
         assert np.array_equal(cached.image_cache("head")[7 * episode : 7 * episode + 7], plain.images("head", episode))
-    with pytest.raises(UserError, match="opened without cache=True"):
+    with pytest.raises(UserError, match="open it with cache=True"):
         plain.image_cache("head")
 
     def forbidden(*_):
@@ -284,7 +284,7 @@ def test_rows_of_uneven_length_are_refused_also_where_their_sum_is_right(tmp_pat
     rows = table["action"].to_pylist()
     rows[1], rows[2] = rows[1][:1], [*rows[2], 0.0]
     pyarrow.parquet.write_table(table.set_column(table.column_names.index("action"), "action", [rows]), file)
-    with pytest.raises(UserError, match="f0.parquet': row 1 of 4 holds 1 numbers, expected 2 each"):
+    with pytest.raises(UserError, match="f0.parquet': row 1 of 4 has 1 numbers, expected 2 each"):
         Demonstrations(file.parents[2])
 
 
@@ -327,7 +327,7 @@ def test_no_name_of_a_feature_leads_out_of_the_folder(tmp_path, named):
         table = pyarrow.parquet.read_table(file, partitioning=None)
         names = [name.replace("observation.image", named) for name in table.column_names]
         pyarrow.parquet.write_table(table.rename_columns(names), file)
-    with pytest.raises(DatasetError, match="expected a feature's name without a slash"):
+    with pytest.raises(DatasetError, match="expected a name without a slash"):
         Demonstrations(folder, cache=True)
     assert list(outside.iterdir()) == []
 
@@ -340,7 +340,7 @@ WITH = "; it was recorded with env."
     [
         (
             {"cameras": ["head", "left_wrist"]},
-            "cameras: expected head, left_wrist, found head, wrist; env.cameras=[head,wrist] fits",
+            "cameras: expected head, left_wrist, found head, wrist; use env.cameras=[head,wrist]",
         ),
         ({"state_dim": 32}, f"entries of observation.state: expected 32, found 30{WITH}task=[push_d0]"),
         ({"action_dim": 4}, f"entries of an action: expected 4, found 7{WITH}control_mode=delta_qpos"),
@@ -353,7 +353,7 @@ def test_what_does_not_fit_is_refused(recorded, asked, said):
     with pytest.raises(UserError) as refused:
         Demonstrations(recorded, **asked)
     first, *mistakes = str(refused.value).splitlines()
-    assert mistakes == [said] and first.startswith(f"'{recorded}' is not what is asked for; ")
+    assert mistakes == [said] and first.startswith(f"'{recorded}' does not match the config; ")
 
 
 def test_all_that_does_not_fit_is_said_at_once(tmp_path):
@@ -362,7 +362,7 @@ def test_all_that_does_not_fit_is_said_at_once(tmp_path):
     assert str(refused.value).splitlines()[1:] == [
         "entries of an action: expected 7, found 2",
         "frames/s: expected 25, found 10",
-        "control mode: expected qpos, found none said",
+        "control mode: expected qpos, found none",
     ]
 
 
@@ -430,43 +430,43 @@ NAN = float("nan")
     ("mistake", "said"),
     [
         (edited("action", lambda rows: rows[:9] + [[NAN] * 7] + rows[10:]),
-         "action holds NaN or infinity in 1 of 28 frames, first in episode 1, frame 2"),
-        (edited("observation.state", lambda rows: [[float("inf")] * 30] + rows[1:]), "observation.state holds NaN"),
-        (edited("next.reward", lambda rows: [None] + rows[1:]), "next.reward holds NaN or infinity in 1 of 28"),
-        (edited("timestamp", lambda rows: [2 * t for t in rows]), "timestamps are off by up to 0.240 s from the 25"),
-        (edited("frame_index", lambda rows: rows[::-1]), "its rows are not the frames of its episodes in time order"),
-        (edited("task_index", lambda rows: [-1] * 28), "task_index goes down to -1, expected 0 or more"),
-        (edited("task_index", lambda rows: [99] * 28), "task_index goes up to 99, but meta/tasks.parquet has "),
+         "action contains NaN or infinity in 1 of 28 frames, first in episode 1, frame 2"),
+        (edited("observation.state", lambda rows: [[float("inf")] * 30] + rows[1:]), "observation.state contains NaN"),
+        (edited("next.reward", lambda rows: [None] + rows[1:]), "next.reward contains NaN or infinity in 1 of 28"),
+        (edited("timestamp", lambda rows: [2 * t for t in rows]), "timestamps differ by up to 0.240 s from 25"),
+        (edited("frame_index", lambda rows: rows[::-1]), "the rows are not the frames of the episodes in time order"),
+        (edited("task_index", lambda rows: [-1] * 28), "task_index -1 is negative"),
+        (edited("task_index", lambda rows: [99] * 28), "task_index 99 is too large: meta/tasks.parquet has "),
         (edited("length", lambda rows: [7, 7, 7, 9]), "has 28 rows of data, but its episodes have 30 frames"),
-        (without("action"), "file-000.parquet' lacks action; it has observation.state, next.reward"),
+        (without("action"), "file-000.parquet' has no column action; found observation.state, next.reward"),
         (told_otherwise(total_frames=29), "has 28 rows of data, but its episodes have 28 frames and meta/info"),
-        (told_otherwise(total_episodes=5), "lists 4 episodes in meta/episodes, but meta/info.json says 5"),
+        (told_otherwise(total_episodes=5), "lists 4 episodes in meta/episodes, but meta/info.json has total_"),
         (told_otherwise(codebase_version="v2.1"), "is a LeRobotDataset v2.1, expected v3.0; convert it with "),
-        (told_otherwise(fps=None), "info.json' lacks fps"),
+        (told_otherwise(fps=None), "info.json' has no fps"),
         (told_otherwise(features={}), "has no feature action, timestamp, "),
         (cut("meta/info.json"), "meta/info.json' cannot be read ("),
         (cut("meta/stats.json"), "meta/stats.json' cannot be read ("),
         (cut(DATA), "file-000.parquet' cannot be read ("),
         (cut(EPISODES), "meta/episodes/chunk-000/file-000.parquet' cannot be read ("),
-        (gone("meta/info.json"), "has no meta/info.json: it is no LeRobotDataset"),
+        (gone("meta/info.json"), "has no meta/info.json; expected a LeRobotDataset"),
         (gone("meta/tasks.parquet"), "meta/tasks.parquet' cannot be read ("),
         (gone(DATA), "file-000.parquet' cannot be read ("),
         (gone(EPISODES), "has no meta/episodes/chunk-*/file-*.parquet"),
-        (gone(HEAD), "file-000.mp4' is missing, and with it pictures of observation.images.head"),
-        (told_otherwise(fps="x"), "has fps 'x', expected frames a second, above 0"),
-        (told_otherwise(features=[1]), "is damaged, or no LeRobotDataset v3.0 (AttributeError"),
-        (told_otherwise(data_path="../{chunk_index}"), "has data_path '../{chunk_index}', expected a path below"),
-        (told_otherwise(data_path="{chunk_index:0999999999d}"), "expected a path below the dataset with {chunk_index}"),
-        (told_otherwise(total_frames=[1]), "its episodes have 28 frames and meta/info.json says [1]"),
+        (gone(HEAD), "file-000.mp4' with images of observation.images.head is missing"),
+        (told_otherwise(fps="x"), "has fps 'x', expected frames per second > 0"),
+        (told_otherwise(features=[1]), "is damaged or not a LeRobotDataset v3.0 (AttributeError"),
+        (told_otherwise(data_path="../{chunk_index}"), "has data_path '../{chunk_index}', expected a path within"),
+        (told_otherwise(data_path="{chunk_index:0999999999d}"), "with the fields {chunk_index}"),
+        (told_otherwise(total_frames=[1]), "its episodes have 28 frames and meta/info.json has total_frames [1]"),
         (edited("length", lambda rows: [7, 7, 7, 10**15]), "its episodes have 1000000000000021 frames"),
-        (edited("length", lambda rows: [7, 14, -7, 14]), "lists no episode, or one without a frame"),
-        (written("meta/info.json", "[]"), "it holds a list, expected names and values"),
+        (edited("length", lambda rows: [7, 14, -7, 14]), "lists no episode, or one without frames"),
+        (written("meta/info.json", "[]"), "it contains a list, expected keys with values"),
         (written("meta/info.json", "[" * 10**5), "meta/info.json' cannot be read ("),
-        (written("meta/stats.json", '{"action": {"mean": "x"}}'), "stats.json' holds something else than numbers for"),
-        (written("meta/sparring.json", '{"env": []}'), "meta/sparring.json' lacks control_mode, env, seed, noise"),
-        (pipe("meta/info.json"), "meta/info.json' cannot be read (it is no file)"),
-        (pipe(DATA), "file-000.parquet' cannot be read (it is no file)"),
-        (pipe(HEAD), "file-000.mp4' is missing"),
+        (written("meta/stats.json", '{"action": {"mean": "x"}}'), "stats.json': action: expected numbers"),
+        (written("meta/sparring.json", '{"env": []}'), "meta/sparring.json': control_mode, env, seed, noise"),
+        (pipe("meta/info.json"), "meta/info.json' cannot be read (not a regular file)"),
+        (pipe(DATA), "file-000.parquet' cannot be read (not a regular file)"),
+        (pipe(HEAD), "images of observation.images.head is missing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -493,14 +493,14 @@ def test_a_broken_video_is_refused_when_it_is_read(unbound):
 
 @pytest.mark.parametrize("size", [0, -5, 2.5, "a", True])
 def test_an_image_size_that_is_none_is_refused_before_anything_is_read(size):
-    with pytest.raises(ValueError, match=f"image_size={size!r}: expected a whole number of 1 or more"):
+    with pytest.raises(ValueError, match=f"image_size={size!r}: expected a whole number >= 1"):
         Demonstrations("nowhere", image_size=size)
 
 
 def test_a_camera_that_was_not_opened(recorded):
     demos = Demonstrations(recorded, cameras=["head"])
     for ask in (demos.image_cache, lambda camera: demos.images(camera, 0)):
-        with pytest.raises(DatasetError, match=r"opened with cameras \['head'\]; there is no 'wrist'"):
+        with pytest.raises(DatasetError, match=r"opened with cameras \['head'\], without 'wrist'"):
             ask("wrist")
 
 
@@ -538,7 +538,7 @@ def test_one_flipped_bit_is_refused_and_the_file_is_named(copy, name):
         flip(copy / name, generator)
         with pytest.raises(DatasetError) as refused:
             Demonstrations(copy).images("head", 0)
-        assert f"{name} has another checksum than when it was written; copy it again" in str(refused.value)
+        assert f"{name} does not match its checksum; copy it again" in str(refused.value)
         (copy / name).write_bytes(whole)
     Demonstrations(copy).images("head", 0)
 
@@ -561,7 +561,7 @@ def test_a_flipped_bit_in_the_manifest_changes_nothing_or_is_refused(copy):
     [
         (gone("meta/stats.json"), "meta/stats.json is missing"),
         (gone("meta/sparring.json"), "meta/sparring.json is missing"),
-        (cut(EPISODES), "file-000.parquet has 200 bytes, written were"),
+        (cut(EPISODES), "file-000.parquet has 200 bytes, expected"),
         (pipe(DATA), "file-000.parquet is not a regular file"),
         (lambda folder: shutil.copy(folder / EPISODES, (folder / EPISODES).with_name("file-001.parquet")),
          "meta/episodes/chunk-000/file-001.parquet is not in manifest.json"),
@@ -589,7 +589,7 @@ def test_a_flipped_bit_in_the_cache_is_told_and_mended(copy, monkeypatch):
         flip(file, generator)
         again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
         assert np.array_equal(again.image_cache("head"), whole)
-    assert len(told) == 6 and "its pictures are decoded again" in told[0]
+    assert len(told) == 6 and "its frames are decoded again" in told[0]
 
 
 def test_the_cache_of_another_camera_is_not_taken_for_it(copy):
@@ -601,5 +601,5 @@ def test_the_cache_of_another_camera_is_not_taken_for_it(copy):
 
 def test_no_cache_is_written_where_there_is_no_room(copy):
     copy.with_name("copy.cache").write_text("")
-    with pytest.raises(DatasetError, match="decoded pictures cannot be kept there"):
+    with pytest.raises(DatasetError, match="cannot store decoded images"):
         Demonstrations(copy, cameras=["head"], cache=True)

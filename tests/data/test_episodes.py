@@ -151,7 +151,7 @@ def test_what_was_lost_is_said_in_one_line(tmp_path, said, segment_bytes, kept):
     EpisodeStore(tmp_path, segment_bytes=segment_bytes).close()
     # where not even the header was written, there is nothing to tell the steps by
     steps = 30 if kept >= 16 else 0
-    expected = f"{tmp_path}: dropped a torn last episode: {steps} steps lost, {kept} bytes of them written"
+    expected = f"{tmp_path}: dropped an incomplete last episode: {steps} steps lost, {kept} bytes of them written"
     assert [r.getMessage() for r in said.records] == ([expected] if kept else [])
     said.clear()
     EpisodeStore(tmp_path, segment_bytes=segment_bytes).close()
@@ -165,7 +165,7 @@ def test_data_that_never_reached_the_disk_are_dropped_by_their_checksum(tmp_path
     with open(data, "r+b") as file:
         file.seek(-3000, os.SEEK_END)
         file.write(bytes(2000))
-    with pytest.raises(UserError, match="data of episode 2 are damaged, .* open the folder once without read_only"):
+    with pytest.raises(UserError, match="data of episode 2 is damaged, .* open the folder once without read_only"):
         EpisodeStore(tmp_path, read_only=True)
     said.clear()
     store = EpisodeStore(tmp_path)
@@ -194,7 +194,7 @@ LENGTHS = [1 + k * 7 % 11 for k in range(20)]
 def in_the_data(folder, store):
     segment, record = store.locate(8)
     overwrite(segment.data_path, record.offset + record.size // 2, 15)
-    return [8], "data of episode 8 are damaged"
+    return [8], "data of episode 8 is damaged"
 
 
 def in_the_index(folder, store):
@@ -207,14 +207,14 @@ def in_the_index(folder, store):
 def an_index_gone(folder, store):
     segment = store.locate(8)[0]
     segment.index_path.unlink()
-    return [r.number for r in segment.records], "index': is missing beside its data"
+    return [r.number for r in segment.records], "index': is missing, but its data file exists"
 
 
 def an_index_cut_short(folder, store):
     segment = store.locate(-1)[0]
     lines = segment.index_path.read_bytes().splitlines(keepends=True)
     os.truncate(segment.index_path, len(b"".join(lines[:-2])))
-    return [r.number for r in segment.records[-2:]], "but 2 more lie behind them in the data"
+    return [r.number for r in segment.records[-2:]], "but the data file contains 2 more"
 
 
 def data_gone(folder, store):
@@ -260,7 +260,8 @@ def test_damage_is_refused_and_repair_keeps_all_whole_episodes_and_all_bytes(tmp
     whole = [(number, steps) for number, steps in enumerate(LENGTHS) if number not in lost]
     store = EpisodeStore(tmp_path, repair=True, segment_bytes=segment_bytes)
     assert_holds(store, whole)
-    kept = f"kept {len(whole)} whole episodes ({sum(steps for _, steps in whole)} steps); what is left of {len(lost)} "
+    counts = f"{len(whole)} complete episodes ({sum(steps for _, steps in whole)} steps)"
+    kept = f"kept {counts}; moved the rest of {len(lost)} "
     assert kept in said.text
     # what was there is still somewhere
     after = contents(tmp_path)
@@ -282,12 +283,12 @@ def test_damage_in_an_old_segment_is_found_by_repair(tmp_path):
     # nor is it served before
     assert_equal(reader.episode(7), numbered_episode(7, LENGTHS[7]))
     for read in (lambda: reader.episode(8), lambda: ShuffledWindows(reader, 4).sample(200, torch.Generator())):
-        with pytest.raises(UserError, match="the data of episode 8 are damaged.*EpisodeStore\\(folder, repair=True\\)"):
+        with pytest.raises(UserError, match="the data of episode 8 is damaged.*EpisodeStore\\(folder, repair=True\\)"):
             read()
     store = EpisodeStore(tmp_path, repair=True)
     assert_holds(store, [(n, steps) for n, steps in enumerate(LENGTHS) if n != 8])
     store.close()
-    with pytest.raises(UserError, match="does not go with read_only"):
+    with pytest.raises(UserError, match="read_only=True forbids"):
         EpisodeStore(tmp_path, read_only=True, repair=True)
 
 
@@ -313,7 +314,7 @@ def test_one_flipped_bit_is_never_served(tmp_path, said, file):
             refused += str(folder) in str(error)
             continue
         if len(found) < len(lengths):
-            assert "dropped a torn last episode" in said.text
+            assert "dropped an incomplete last episode" in said.text
         for number, episode in enumerate(found):
             assert_equal(episode, numbered_episode(number, lengths[number]))
     # white space in meta.json means nothing
@@ -359,9 +360,9 @@ def another_column(folder):
         (a_pipe, "segment-000001.data' is not a regular file"),
         (a_link, "segment-000001.index' is not a regular file"),
         (a_folder, "meta.json' is not a regular file"),
-        (renamed, "begins with episode 0, but the segment before it ends with "),
-        (a_line_twice, "index': line . does not follow the one before: some are missing or moved"),
-        (another_column, "its checksum is not that of its columns"),
+        (renamed, "begins with episode 0, but the previous segment ends with "),
+        (a_line_twice, "index': line . does not continue the previous one: lines missing or moved"),
+        (another_column, "its checksum does not match its columns"),
     ],
 )
 def test_files_that_are_not_what_was_written_are_refused(tmp_path, damage, said):
@@ -408,7 +409,7 @@ def test_no_line_is_removed_doubled_or_moved_without_a_message(tmp_path, said, s
             (record,) = said.records
             assert record.levelname == "WARNING" and re.search("3 steps (lost|of an episode)", record.getMessage())
             continue
-        wanted = "does not follow|more lie behind them in the data"
+        wanted = "does not continue|the data file contains"
         with pytest.raises(UserError, match=f"segment-00000{segment}.index': .*({wanted}).*repair=True"):
             EpisodeStore(tmp_path, **options)
         assert contents(tmp_path) == before
@@ -441,7 +442,7 @@ def test_a_reader_says_that_a_damaged_last_line_is_not_read(tmp_path, said):
     index = tmp_path / "segment-000000.index"
     overwrite(index, index.stat().st_size - 20, 5)
     assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (1, 1)])
-    assert "segment-000000.index: its last line is damaged: the episode is not read" in said.text
+    assert "segment-000000.index: the last line is damaged; its episode is ignored" in said.text
 
 
 def test_a_checkpoint_tells_of_its_oldest_episodes_that_are_gone(tmp_path, said):
@@ -452,7 +453,7 @@ def test_a_checkpoint_tells_of_its_oldest_episodes_that_are_gone(tmp_path, said)
         file.unlink()
     store = EpisodeStore(tmp_path)
     store.load_state_dict(state)
-    assert "episodes 0 to 0 of the checkpoint are gone" in said.text
+    assert "episodes 0 to 0 of the checkpoint were deleted" in said.text
     # as earlier versions wrote it
     store.load_state_dict({"next_number": 2})
     assert_holds(store, [(1, 3)])
@@ -482,7 +483,7 @@ def test_several_torn_last_episodes_are_counted(tmp_path, said):
     overwrite(segment.data_path, record.end + 100)
     said.clear()
     assert_holds(EpisodeStore(tmp_path), [(0, 4), (1, 3)])
-    assert "dropped the 2 torn last episodes: 35 steps lost" in said.text
+    assert "dropped the 2 incomplete last episodes: 35 steps lost" in said.text
 
 
 @pytest.mark.parametrize("name", ["segment-000000.deleted", "segment-000002.deleted"])
@@ -609,7 +610,7 @@ def test_what_fits_is_told_before_anything_is_written(tmp_path, said):
     store.append(numbered_episode(0, 5))
     store.append(numbered_episode(1, 5))
     # a step: image 48, state 8, action 24, reward 8, memory 20, version 8, is_first, terminated, success
-    told = f"episodes in {tmp_path}: 119 bytes a step, at most 1.0 MB, about 8,403 steps"
+    told = f"episodes in {tmp_path}: 119 bytes per step, at most 1.0 MB, about 8,403 steps"
     assert [r.getMessage() for r in said.records] == [told]
 
 
@@ -617,26 +618,26 @@ def test_mistakes_are_explained(tmp_path):
     store = filled(tmp_path / "a")
     with pytest.raises(UserError, match="memory/world_model is missing, was float32 \\[5\\]; give another folder"):
         store.append(numbered_episode(3, 4, memory=False))
-    with pytest.raises(UserError, match="row t\\+1 is not row t of next/observation/"):
+    with pytest.raises(UserError, match="row t\\+1 differs from row t of next/observation/"):
         store.append(torch.cat([numbered_episode(3, 4), numbered_episode(4, 4)]))
-    with pytest.raises(UserError, match="without a step"):
+    with pytest.raises(UserError, match="at least one step"):
         store.append(numbered_episode(3, 4)[:0])
-    with pytest.raises(UserError, match="no 'next/observation/image/head', whose last"):
+    with pytest.raises(UserError, match="no 'next/observation/image/head'; add it"):
         store.append(numbered_episode(3, 4).exclude(("next", "observation")))
     with pytest.raises(UserError, match="version is bfloat16"):
         store.append(numbered_episode(3, 4).set("version", torch.zeros(4, dtype=torch.bfloat16)))
-    with pytest.raises(UserError, match="of one env, got \\[4, 2\\]; append each env's episodes by themselves"):
+    with pytest.raises(UserError, match="of one env, got \\[4, 2\\]; append the episodes of each env separately"):
         store.append(torch.stack([numbered_episode(3, 4)] * 2, 1))
-    with pytest.raises(UserError, match="an episode is a TensorDict \\[T\\], got dict"):
+    with pytest.raises(UserError, match="expected a TensorDict \\[T\\], got dict"):
         store.append({"action": torch.zeros(3)})
     with pytest.raises(IndexError, match="episode 99 of 3 in "):
         store.episode(99)
     broken = numbered_episode(3, 4).clone()
     broken["observation", "state"][2] = broken["next", "observation", "state"][1] = float("nan")
-    with pytest.raises(UserError, match="observation/state holds NaN"):
+    with pytest.raises(UserError, match="observation/state contains NaN"):
         store.append(broken)
     assert_holds(store, [(0, 3), (1, 1), (2, 5)])
-    with pytest.raises(UserError, match="was opened to be read"):
+    with pytest.raises(UserError, match="is read-only or closed"):
         EpisodeStore(tmp_path / "a", read_only=True).append(numbered_episode(3, 4))
     with pytest.raises(UserError, match="does not exist"):
         EpisodeStore(tmp_path / "b", read_only=True)
@@ -720,7 +721,7 @@ def test_a_checkpoint_whose_episodes_are_all_gone_is_told(tmp_path, said):
     store.load_state_dict(state)
     assert len(store) == 0 and store.next_number == 5
     (told,) = [record.getMessage() for record in said.records if record.levelname == "WARNING"]
-    assert "none of the 5 episodes of the checkpoint is left" in told
+    assert "all 5 episodes of the checkpoint were deleted" in told
 
 
 def test_lists_of_episodes_are_made_while_nobody_changes_them(tmp_path):
@@ -744,7 +745,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     again = EpisodeStore(tmp_path)
     again.load_state_dict(state)
     assert_holds(again, [(0, 3), (1, 1), (2, 5)])
-    with pytest.raises(UserError, match="holds episodes up to number 2, but is to go on from number 4"):
+    with pytest.raises(UserError, match="has episodes up to number 2, but the run resumes at number 4"):
         again.load_state_dict({"next_number": 4})
 
 

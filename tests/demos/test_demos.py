@@ -173,7 +173,7 @@ record.record(pickle.loads((folder / "plan").read_bytes()), 6, folder / "killed"
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert first.exists() and not (tmp_path / "killed/meta").exists()
-    with pytest.raises(UserError, match="is still being recorded; run the command that records it again"):
+    with pytest.raises(UserError, match="is an unfinished recording; run the command that records it again"):
         Demonstrations(tmp_path / "killed")
     written = first.stat().st_mtime_ns
     # what a killed worker leaves
@@ -200,7 +200,7 @@ def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path
     with pytest.raises(KeyboardInterrupt):
         record(SHORT, 6, tmp_path / "again", quiet=True)
     assert (tmp_path / "again/meta/info.json").exists() == (last == "manifest.json")
-    with pytest.raises(UserError, match="is still being recorded"):
+    with pytest.raises(UserError, match="is an unfinished recording"):
         Demonstrations(tmp_path / "again")
     monkeypatch.undo()
     record(SHORT, 6, tmp_path / "again", quiet=True)
@@ -467,7 +467,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         "camera     wrist, 32 x 32",
         "successes  3 of 3 episodes (100.0%)",
         "task       reach_d0: 3 episodes",
-        "pictures   outputs/demos/reach_d0/sheet.png",
+        "sheet      outputs/demos/reach_d0/sheet.png",
     ):
         assert f"{line}\n" in out
     from PIL import Image
@@ -481,10 +481,10 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lift_d0"], "how many episodes? give --episodes N"),
+        (["lift_d0"], "; give --episodes N"),
         (["lift_d9", "--episodes", "1"], "env.task='lift_d9' is not a tabletop task"),
         (["explore", "--episodes", "1"], "there is no expert for explore; choose another of `sparring tasks`"),
-        (["lift_d0", "--episodes", "1", "--sheet", "a.png"], "--sheet goes with `sparring demos show PATH` only"),
+        (["lift_d0", "--episodes", "1", "--sheet", "a.png"], "--sheet is only for `sparring demos show PATH`"),
         (["lift_d0", "handover_d0", "--episodes", "1"], "env.task mixes robots"),
         (["lift_d0", "--episodes", "1", "--noise", "2"], "--noise 2: expected 0 to 1"),
         (["lift_d0", "--episodes", "1", "--image-size", "33"], "env.image_size=33 is odd"),
@@ -493,11 +493,11 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         (["lift_d0", "--episodes", "1", "env.pad_action=32"], "env.pad_action is not recorded"),
         (["lift_d0", "--episodes", "1", "env.name=gym:Pendulum-v1"], "env.name=gym:Pendulum-v1 has no scripted"),
         (["lift_d0", "--episodes", "1", "env.task=push_d0"], "the task is given twice"),
-        (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml': cannot read it"),
+        (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml' cannot be read"),
         (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no' cannot be written"),
         (["show"], "expected one dataset: sparring demos show PATH"),
-        (["show", ".", "--episodes", "3", "--seed=1"], "--episodes, --seed=1: only --sheet goes with `sparring demos"),
-        (["show", "nowhere"], "'nowhere' is no folder"),
+        (["show", ".", "--episodes", "3", "--seed=1"], "--episodes, --seed=1: `sparring demos show PATH` takes only"),
+        (["show", "nowhere"], "'nowhere' is not a folder"),
         (["show", "."], "'.' has no meta/info.json: it is no LeRobotDataset"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -516,7 +516,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("sparring.demos.record.record", interrupted)
     code, out, err = told(capsys, "reach_d0", "--episodes", "1", "--output", str(tmp_path / "a"))
-    assert (code, out, err) == (130, "", f"interrupted; the same command goes on where '{tmp_path}/a' stopped\n")
+    assert (code, out, err) == (130, "", f"interrupted; the same command resumes the recording in '{tmp_path}/a'\n")
 
 
 def test_what_does_not_fit_on_the_disk_is_refused_after_the_first_block(tmp_path, monkeypatch):

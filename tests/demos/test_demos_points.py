@@ -66,12 +66,12 @@ def test_statistics_of_many_clouds_keep_the_extremes():
 
 
 def test_more_than_there_are_is_refused(recorded):
-    with pytest.raises(UserError, match="points a step: expected 25, found 24"):
+    with pytest.raises(UserError, match="points per step: expected 25, found 24"):
         Demonstrations(recorded, points=25)
 
 
 def test_a_dataset_without_points_is_refused(tmp_path):
     record(Plan(ENV.model_copy(update={"points": 0}), max_episode_steps=2, keep_failures=True), 1, tmp_path, quiet=True)
-    with pytest.raises(UserError, match="points a step: expected 24, found none"):
+    with pytest.raises(UserError, match="points per step: expected 24, found none"):
         Demonstrations(tmp_path, points=24)
     assert Demonstrations(tmp_path).points == 0

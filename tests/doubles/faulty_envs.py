@@ -16,6 +16,7 @@ FAULTS += ["nan", "wrong shape", "no reward", "endless", "child", "ctrl-c"]
 # more of the kinds above
 VARIANTS = ["hang in C with the lock", "stubborn child", "inf", "wrong dtype", "nan reward", "shape changes", "prints"]
 VARIANTS += ["sys.exit"]
+# of tests only: "generator exit", "memory", "returns nothing", "only its observation in reset"
 
 
 class Faulty(gymnasium.Env):
@@ -37,7 +38,7 @@ class Faulty(gymnasium.Env):
         self.steps = 0
         if self.count >= self.at:
             self._fail("reset")
-        return self._look(), {}
+        return self._look() if self.how == "only its observation in reset" else (self._look(), {})
 
     def step(self, action):
         self.count += 1
@@ -49,6 +50,8 @@ class Faulty(gymnasium.Env):
             wrong = {"nan": observation * np.nan, "inf": observation * np.inf, "wrong dtype": observation.astype(str)}
             wrong |= {"wrong shape": observation[:2], "shape changes": np.tile(observation, 2)}
             observation = wrong.get(self.how, observation)
+            if self.how == "returns nothing":
+                return None
             reward = {"no reward": None, "nan reward": float("nan")}.get(self.how, reward)
         return observation, reward, False, self.steps >= 10 and self.how != "endless", {}
 
@@ -101,5 +104,9 @@ class Faulty(gymnasium.Env):
             sys.stdout.write("x" * 50_000_000 + "\n")
         if self.how == "ctrl-c":
             raise KeyboardInterrupt
+        if self.how == "generator exit":
+            raise GeneratorExit
+        if self.how == "memory":
+            raise MemoryError("the scene is too large")
         if self.how == "sys.exit":
             sys.exit(0)

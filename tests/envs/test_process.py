@@ -160,7 +160,7 @@ def test_a_worker_that_crashes_leaves_its_last_words(make, monkeypatch):
     monkeypatch.setattr(logging.getLogger("sparring"), "handlers", [logging.NullHandler()])
     backend = make("Breaks", 1, 1, how="crash")
     backend.reset(EpisodeSeeds(0))
-    with pytest.raises(WorkerError, match="died with exit code -11; its last words:") as told:
+    with pytest.raises(WorkerError, match="died with exit code -11; its last output:") as told:
         backend.step(chunks(1, steps=2))
     lines = str(told.value).splitlines()
     assert lines[1:3] == ["  about to crash", "  Fatal Python error: Segmentation fault"]

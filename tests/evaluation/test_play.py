@@ -55,7 +55,7 @@ def test_the_same_episodes_are_played_whatever_the_number_of_robots():
 
 
 def test_tasks_that_cannot_be_dealt_out_evenly_are_refused():
-    with pytest.raises(ValueError, match="3 robots cannot be dealt out evenly over the 2 tasks.*a multiple of 2"):
+    with pytest.raises(ValueError, match="3 robots cannot be divided evenly among the 2 tasks.*a multiple of 2"):
         load_config({"env": {"task": ["reach_d0", "reach_d1"]}, "rollout": {"n_envs": 3}})
 
 

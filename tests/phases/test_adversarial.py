@@ -344,7 +344,7 @@ def test_a_dry_run_of_the_rollout_alone_shows_what_the_env_gives(runs, tmp_path,
     ("given", "said"),
     [
         (["adversarial.teacher=null"], "adversarial.teacher.*`sparring train teacher`"),
-        ([f"adversarial.replay_{name}=0" for name in ("random", "past", "newest")], "nothing to learn from"),
+        ([f"adversarial.replay_{name}=0" for name in ("random", "past", "newest")], "all replay weights are 0"),
     ],
 )
 def test_mistakes_in_the_config(runs, tmp_path, given, said):

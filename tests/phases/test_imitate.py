@@ -506,7 +506,7 @@ def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["env.cameras=[head]"], "cameras: expected head, found none; env.cameras=[] fits"),
+        (["env.cameras=[head]"], "cameras: expected head, found none; use env.cameras=[]"),
         (["env.control_mode=delta_ee"], "found 4; it was recorded with env.control_mode=delta_ee_pos\ncontrol mode:"),
         (["env.control_mode=qpos"], "expected qpos, found delta_ee_pos; it was recorded with env.control_mode="),
         (
@@ -517,12 +517,12 @@ def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
             ["env.task=stack_d0", "env.object_state=state"],
             "observation.state: expected 66, found 51; it was recorded with env.task=[push_d0]",
         ),
-        (["env.task=lift_d0"], "which the env never asks for"),
+        (["env.task=lift_d0"], "the instructions of the env are"),
         (["imitate.demos=nowhere"], "nowhere"),
         (["imitate.demos=[]"], "expected the folder(s) of demonstrations"),
         (
             ["training.total_timesteps=5"],
-            "no robot acts in imitate; say how long with training.iterations, and training.total_timesteps=null",
+            "imitate has no env steps; set training.iterations instead, and training.total_timesteps=null",
         ),
         (["env.task=lift_d7"], "lift_d7"),
     ],

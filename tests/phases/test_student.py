@@ -216,7 +216,7 @@ def test_rewards_original_is_a_preset(teacher, tmp_path):
     ("given", "said"),
     [
         (["rewards.learning_progress=1"], "rewards.learning_progress = 1 .*frozen in this phase"),
-        (["rewards.disagreement=0", "rewards.memory_divergence=0"], "pays for nothing"),
+        (["rewards.disagreement=0", "rewards.memory_divergence=0"], "have weight 0"),
     ],
 )
 def test_rewards_that_cannot_be_paid_are_config_errors(teacher, tmp_path, given, said):

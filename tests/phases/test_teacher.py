@@ -158,7 +158,7 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
         teacher.close()
 
 
-def test_there_is_no_accuracy_before_anything_is_foretold(tmp_path):
+def test_there_is_no_accuracy_before_anything_is_predicted(tmp_path):
     """Ten steps on tokens are two updates; what the third collects is still judged by untrained dynamics."""
     model = {"name": "token", "preset": "tiny", "tokenizer_steps": 10, "width": 32, "layers": 1, "members": 1}
     training = SMALL["training"] | {"iterations": 6}
@@ -257,8 +257,8 @@ def test_the_words_of_the_originals():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"env": {"cameras": []}}, "env.cameras = .*: a world model predicts pictures; expected cameras"),
-        ({"rollout": {"n_episodes_per_batch": 16}}, "the teacher collects by rollout.steps"),
+        ({"env": {"cameras": []}}, "env.cameras = .*: a world model predicts images; expected cameras"),
+        ({"rollout": {"n_episodes_per_batch": 16}}, "the teacher collects rollout.steps"),
     ],
 )
 def test_what_cannot_work_is_refused(settings, said):
@@ -310,9 +310,9 @@ def test_world_models_are_compared(trained, tmp_path, capsys):
     [
         ([], "holds a world model, not a policy; give --world-model"),
         (["--exploration"], "holds a world model, not a policy"),
-        (["--against", "x"], "--against goes with --world-model only"),
-        (["--world-model", "--videos", "2"], "--stochastic, --both and --videos go with neither --world-model"),
-        (["--world-model", "--exploration"], "give one of them"),
+        (["--against", "x"], "--against needs --world-model"),
+        (["--world-model", "--videos", "2"], "--world-model and --exploration exclude --stochastic"),
+        (["--world-model", "--exploration"], "give only one of them"),
         (["--world-model", "env.image_size=32"], "was trained in another env"),
         (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
     ],

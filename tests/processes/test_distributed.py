@@ -144,7 +144,7 @@ def test_without_a_launcher_a_collective_waits_for_ten_times_the_watchdogs_limit
     main = torch.load(tmp_path / "rank0.pt")
     (long, fine), (short, why) = main["barrier"], main["collective"]
     assert long > 4 and not fine
-    assert 2.5 < short < 4.9 and "did not come to where this one waits; if it was only slow, raise" in why
+    assert 2.5 < short < 4.9 and "did not reach this collective; if it was only slow, raise" in why
 
 
 def test_ranks_with_different_numbers_of_decisions_stay_one_learner(tmp_path):
@@ -215,7 +215,7 @@ def test_a_dry_run_of_several_processes_is_told_once_and_warns():
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("dry run of 'finetune'") == 1 and done.stderr.count("nothing is written") == 1
-    assert done.stdout.startswith("--gpus 2, but no GPU is visible here: 2 processes share the CPU")
+    assert done.stdout.startswith("--gpus 2, but no GPU is visible: 2 processes share the CPU")
 
 
 def test_stopped_processes_save_and_leave_together(tmp_path):
@@ -234,7 +234,7 @@ def test_stopped_processes_save_and_leave_together(tmp_path):
     first = start()
     os.killpg(first.pid, signal.SIGINT)
     said = first.communicate(timeout=60)[1]
-    assert first.returncode == 130 and "The same command goes on from here" in said and "Traceback" not in said
+    assert first.returncode == 130 and "The same command resumes it" in said and "Traceback" not in said
     saved = find_checkpoint(tmp_path / "run")
     second = start()
     second.terminate()
@@ -249,9 +249,9 @@ def test_devices_and_processes_must_agree(monkeypatch):
     with pytest.raises(UserError, match="device=cuda: this process sees 0 CUDA devices"):
         Distributed("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="--gpus 2: this machine shows 1 GPUs"):
+    with pytest.raises(UserError, match="--gpus 2: only 1 GPUs are visible"):
         Distributed("cuda")
-    with pytest.raises(UserError, match="names one GPU and 2 processes run"):
+    with pytest.raises(UserError, match="names one GPU for 2 processes"):
         Distributed("cuda:0")
 
 

@@ -194,10 +194,10 @@ def test_micro_batches_are_averaged_once_and_what_is_frozen_never(ranks, case):
 def test_all_ranks_tell_what_they_do_not_have_in_common(ranks):
     assert ranks[0]["errors"] == ranks[1]["errors"]
     frozen, other, more = ranks[0]["errors"]
-    said = "the processes do not hold the same VLAPolicy: process 0 has model.joints.bias [16] (torch.float32, learns)"
-    assert frozen.startswith(f"{said} where process 1 has model.joints.bias [16] (torch.float32, does not learn); ")
+    said = "VLAPolicy differs between processes: process 0 has model.joints.bias [16] (torch.float32, learns)"
+    assert frozen.startswith(f"{said}, process 1 has model.joints.bias [16] (torch.float32, does not learn); ")
     assert "has model.joints.weight" in other
-    assert "where process 1 has model.spare.weight [16, 16] (torch.float32, learns)" in more
+    assert "process 1 has model.spare.weight [16, 16] (torch.float32, learns)" in more
 
 
 def test_buffers_of_any_kind_are_the_main_ranks(ranks):

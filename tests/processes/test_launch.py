@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sparring.processes.heartbeat import BEATS, ENTERED, PATIENT, PLACE, TOGETHER, UPDATES, Watchdog
+from sparring.processes.heartbeat import BARRIER, BEATS, COLLECTIVE, ENTERED, PLACE, UPDATES, Watchdog
 from sparring.processes.launch import _exit_code, _failure_message, launch
 from sparring.runs.checkpoint import checkpoints
 
@@ -70,7 +70,7 @@ def ended(launcher) -> tuple[str, float, list]:
 
 def assert_it_goes_on(folder, said, *more):
     """By the same command, from the checkpoint that was named."""
-    named = re.search(r"The same command goes on from (\S+/checkpoint-\d+)\.", said).group(1)
+    named = re.search(r"The same command resumes from (\S+/checkpoint-\d+)\.", said).group(1)
     last = checkpoints(folder / "run")[-1]
     assert Path(named) == last
     (folder / "word").unlink(missing_ok=True)
@@ -78,7 +78,7 @@ def assert_it_goes_on(folder, said, *more):
     with training(folder, "rollout.watchdog_s=60", *more) as launcher:
         launcher.terminate()
         said = launcher.communicate(timeout=60)[1]
-        assert launcher.returncode == 130 and f"goes on from {last}" in said, said
+        assert launcher.returncode == 130 and f"resumes from {last}" in said, said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -87,10 +87,13 @@ def test_a_rank_that_is_killed(tmp_path, rank):
         victim = ranks(launcher)[rank]
         victim.kill()
         said, seconds = ended(launcher)
-    assert f"sparring: process {rank} (pid {victim.pid}) of 0..1 died: killed by signal 9 (SIGKILL, which is" in said
+    assert (
+        f"sparring: process {rank} (pid {victim.pid}) of 0..1 died: killed by signal 9 (SIGKILL, often by the system"
+        in said
+    )
     assert launcher.returncode == 1 and seconds < SOON
     # the other one leaves with a sentence
-    assert "another process of this run has gone" in said and "Traceback" not in said
+    assert "another process of this run has ended" in said and "Traceback" not in said
     if rank == 1:
         assert_it_goes_on(tmp_path, said)
 
@@ -101,7 +104,7 @@ def test_a_rank_that_is_stopped(tmp_path, rank):
         victim = ranks(launcher)[rank]
         victim.suspend()
         said, seconds = ended(launcher)
-    hangs = f"process {rank} (pid {victim.pid}) of 0..1 gave no sign of life for rollout.watchdog_s=2 seconds"
+    hangs = f"process {rank} (pid {victim.pid}) of 0..1 had no heartbeat for rollout.watchdog_s=2 seconds"
     assert hangs in said and launcher.returncode == 1 and seconds < SOON
     if rank == 0:
         assert_it_goes_on(tmp_path, said)
@@ -114,7 +117,7 @@ def test_an_exception_in_one_rank(tmp_path):
         (tmp_path / "word").write_text("raise 1")
         victim = ranks(launcher)[1]
         said, seconds = ended(launcher)
-    assert f"process 1 (pid {victim.pid}) of 0..1 failed with exit code 1; what it said is above." in said
+    assert f"process 1 (pid {victim.pid}) of 0..1 failed with exit code 1; its output is above." in said
     assert said.count("Traceback") == 1 and "ZeroDivisionError: the gripper fell off" in said
     assert launcher.returncode == 1 and seconds < SOON
     assert re.search(r"failed after \d+ updates; saved", said)
@@ -133,7 +136,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
         time.sleep(1)
         assert launcher.poll() is None
         launcher.send_signal(signal.SIGTERM)
-        assert "The same command goes on from here" in launcher.communicate(timeout=60)[1]
+        assert "The same command resumes it" in launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 130
 
 
@@ -182,7 +185,7 @@ leave(7)
         ([1, -11], "process 1 (pid 11) of 0..1 died: killed by signal 11 (SIGSEGV).", 1),
         # one has told a mistake, the other that it is alone
         ([2, 3], None, 2),
-        ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, which is often", 1),
+        ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, often by the system", 1),
     ],
 )
 def test_who_failed(codes, told, code):
@@ -211,45 +214,45 @@ class Ranks:
         for _ in range(int(count * 20)):
             for rank in beating:
                 self.rows[rank][BEATS] += 1
-            if found := self.watchdog.look([0, 1], 0.05):
+            if found := self.watchdog.check([0, 1], 0.05):
                 return found
         return None
 
 
 def test_who_does_not_come_hangs_but_not_where_others_wait_patiently(tmp_path):
     ranks = Ranks(tmp_path)
-    ranks.enter(0, PATIENT)
+    ranks.enter(0, BARRIER)
     assert ranks.seconds(5) is None
-    ranks.enter(0, TOGETHER)
+    ranks.enter(0, COLLECTIVE)
     assert ranks.seconds(0.9) is None
-    assert ranks.seconds(0.2) == ([1], "did not come to where the others wait for it")
+    assert ranks.seconds(0.2) == ([1], "did not enter the collective of the others")
 
 
 def test_collectives_that_go_on_are_no_hang(tmp_path):
     ranks = Ranks(tmp_path)
     for _ in range(10):
-        ranks.enter(0, TOGETHER)
+        ranks.enter(0, COLLECTIVE)
         assert ranks.seconds(0.6) is None
 
 
 def test_before_the_first_update_all_takes_ten_times_as_long(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.rows[1][UPDATES] = 0
-    ranks.enter(0, TOGETHER)
+    ranks.enter(0, COLLECTIVE)
     assert ranks.seconds(9.5) is None and ranks.seconds(1)[0] == [1]
 
 
 def test_a_silent_one_hangs_wherever_it_is(tmp_path):
     ranks = Ranks(tmp_path)
     assert ranks.seconds(2) is None
-    ranks.enter(0, PATIENT)
-    assert ranks.seconds(1.5, beating=[0]) == ([1], "gave no sign of life")
+    ranks.enter(0, BARRIER)
+    assert ranks.seconds(1.5, beating=[0]) == ([1], "had no heartbeat")
 
 
 def test_those_who_wait_for_each_other_hang(tmp_path):
     ranks = Ranks(tmp_path)
-    ranks.enter(0, TOGETHER), ranks.enter(1, PATIENT)
-    assert ranks.seconds(1.5) == ([0, 1], "wait for each other")
+    ranks.enter(0, COLLECTIVE), ranks.enter(1, BARRIER)
+    assert ranks.seconds(1.5) == ([0, 1], "waited for each other")
 
 
 def test_one_that_has_not_begun_is_waited_for(tmp_path):

@@ -121,7 +121,7 @@ def test_how_much_less_follows_from_what_was_free():
         run_out()
     # 100 MiB of activations and 100 free of the 100 + 300 that 64 rows take at least
     assert str(caught.value) == (
-        "out of memory while acting: 300 MiB more were asked for and 100 MiB were free; the weights take 4 MiB. "
+        "out of memory while acting: 300 MiB more were requested and 100 MiB were free; the weights take 4 MiB. "
         "Set rollout.n_envs=32 or less (64 decisions at once were too many); or policy.lora_r=8 or policy.frozen, "
         "up to 12 MiB less for learning"
     )
@@ -150,7 +150,7 @@ def test_a_last_large_demand_lowers_the_number_further():
         (
             {"precision": "fp32", "lora_r": 4},
             True,
-            "half of what decisions take and 2 MiB less of frozen weights",
+            "half of the memory of decisions and 2 MiB less of frozen weights",
         ),
         ({"precision": "bf16", "dtype": "bf16", "lora_r": 0}, False, "policy.lora_r=8 or policy.frozen, up to 12 MiB"),
     ],
@@ -165,18 +165,18 @@ def test_what_else_to_set_follows_from_the_policys_section(settings, frozen, sai
 
 
 def test_where_nothing_can_be_set():
-    with pytest.raises(OutOfMemory, match="Take a smaller model, or a machine with more memory"), explain_oom("making"):
+    with pytest.raises(OutOfMemory, match="Use a smaller model, or a machine with more memory"), explain_oom("making"):
         raise MemoryError
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(precision="bf16", dtype="bf16", lora_r=4)
-    with pytest.raises(OutOfMemory, match="Take a smaller model"), explain_oom("acting", model, 1, "rollout.n_envs"):
+    with pytest.raises(OutOfMemory, match="Use a smaller model"), explain_oom("acting", model, 1, "rollout.n_envs"):
         run_out()
 
 
 def test_a_cpus_allocator_has_no_error_of_its_own():
     with pytest.raises(OutOfMemory) as caught, explain_oom("acting", None, 64, "rollout.n_envs"):
         torch.empty(10**15)
-    assert str(caught.value).startswith("out of memory while acting: 3638 TiB more were asked for and ")
+    assert str(caught.value).startswith("out of memory while acting: 3638 TiB more were requested and ")
     assert "iB were free. Set rollout.n_envs=32 or less" in str(caught.value)
     for message in (CPU.replace("can't allocate memory", "not enough memory"), "CUDA error: out of memory"):
         with pytest.raises(OutOfMemory), explain_oom("acting"):
@@ -192,7 +192,7 @@ def test_other_errors_pass():
 
 def test_it_is_found_behind_what_it_led_to():
     """As when a CUDA graph is being recorded, which then cannot be ended."""
-    with pytest.raises(OutOfMemory, match="300 MiB more were asked for and 100 MiB were free"), explain_oom("acting"):
+    with pytest.raises(OutOfMemory, match="300 MiB more were requested and 100 MiB were free"), explain_oom("acting"):
         try:
             run_out()
         finally:
@@ -215,7 +215,7 @@ def test_making_and_moving(monkeypatch):
 @pytest.mark.parametrize("hungry", ["act", "value"])
 def test_acting(hungry):
     told = sentence(collected, made(hungry))
-    assert told.startswith("out of memory while acting: 300 MiB more were asked for and 100 MiB were free; the weights")
+    assert told.startswith("out of memory while acting: 300 MiB more were requested and 100 MiB were free; the weights")
     assert "Set rollout.n_envs=2 or less (4 decisions at once were too many); or policy.precision=bf16 (RL" in told
 
 
@@ -310,7 +310,7 @@ def test_pi0_is_loaded_and_acts(tmp_path, monkeypatch):
     assert "Set rollout.n_envs=2 or less" in told and "policy.precision=bf16 policy.dtype=bf16 (RL" in told
     monkeypatch.setattr(transformers.PI0ForConditionalGeneration, "from_pretrained", run_out)
     told = sentence(make_policy, PI0PolicyConfig(model_path=str(checkpoint)), Told(1).spec, 3)
-    assert told.startswith("out of memory while making the policy (pi0): 300 MiB more were asked for and 100 MiB")
+    assert told.startswith("out of memory while making the policy (pi0): 300 MiB more were requested and 100 MiB")
 
 
 def test_a_native_vla_records_its_graphs():
@@ -327,4 +327,4 @@ def test_a_native_vla_records_its_graphs():
     policy._acting_graphs = lambda robots: fast
     collector = Collector(Env(Instructed(ROBOTS)), policy, seed=0, chunk=4)
     told = sentence(collector.collect, RolloutBuffer(2))
-    assert "out of memory while acting: 300 MiB more were asked for" in told and "Set rollout.n_envs=2 or less" in told
+    assert "out of memory while acting: 300 MiB more were requested" in told and "Set rollout.n_envs=2 or less" in told

@@ -36,7 +36,7 @@ def test_every_flipped_bit_is_found(rows):
             damaged[place] ^= 1 << bit
             rows.path.write_bytes(damaged)
             assert rows.read()[-3:] == ROWS[2:] and ROWS[1] not in rows.read()
-            assert any("not as it was written" in what for what in rows.go_back(5))
+            assert any("not as it was written" in what for what in rows.rewind(5))
             # nothing is removed but what came later
             assert rows.path.read_bytes() == damaged
 
@@ -45,7 +45,7 @@ def test_rows_after_a_checkpoint_go_and_those_before_stay(rows):
     rows.append([{"update": 6}])
     with rows.path.open("a") as file:
         file.write('{"torn')
-    assert rows.go_back(5) == [] and rows.read() == ROWS
+    assert rows.rewind(5) == [] and rows.read() == ROWS
 
 
 @pytest.mark.parametrize("left", range(0, 300, 7))
@@ -53,7 +53,7 @@ def test_what_is_lost_is_said_and_the_next_row_is_whole(rows, left):
     whole = rows.path.read_bytes()
     rows.path.write_bytes(whole[:left])
     kept = whole[:left].count(b"\n")
-    (said,) = rows.go_back(5)
+    (said,) = rows.rewind(5)
     after = f"update {kept}" if kept else "the beginning"
     assert said == f"rows after {after} are lost ({5 - kept} of 5)"
     rows.append([{"update": 6}])
@@ -68,8 +68,8 @@ def test_no_row_is_glued_to_a_torn_one(rows):
 
 def test_a_file_that_is_gone_has_lost_all(tmp_path):
     file = RowFile(tmp_path / "rows.jsonl")
-    assert file.go_back(0) == [] and file.read() == [] and file.last == 0
-    assert file.go_back(4) == ["rows after the beginning are lost (4 of 4)"]
+    assert file.rewind(0) == [] and file.read() == [] and file.last == 0
+    assert file.rewind(4) == ["rows after the beginning are lost (4 of 4)"]
     file.flush()
     assert not file.path.exists()
 
@@ -81,7 +81,7 @@ def test_what_only_has_the_right_checksum_is_passed_over(rows, text):
     with rows.path.open("ab") as file:
         file.write(b'%s, "crc": "%08x"}\n' % (whole[:-1], zlib.crc32(whole)))
     assert rows.read() == ROWS and rows.last == 6
-    assert rows.go_back(7) == ["rows after update 5 are lost (1 of 7)"]
+    assert rows.rewind(7) == ["rows after update 5 are lost (1 of 7)"]
 
 
 def test_some_are_kept(rows):
@@ -102,7 +102,11 @@ def shuffled(rows, order):
         ([1, 3, 4, 5], ["rows missing: 2"], [1, 3, 4, 5]),
         ([1, 5], ["rows missing: 2-4"], [1, 5]),
         ([2, 4, 5], ["rows missing: 1, 3"], [2, 4, 5]),
-        ([1, 2, 2, 3, 4, 5], ["row 3 is not as it was written"], [1, 2, 3, 4, 5]),
+        ([1, 2, 2, 3, 4, 5], ["out of place: row 2 again"], [1, 2, 3, 4, 5]),
+        ([1, 2, 2, 4, 5], ["rows missing: 3", "out of place: row 2 again"], [1, 2, 4, 5]),
+        ([1, 0, 2, 3, 4, 5], ["out of place: a line after row 1"], [1, 2, 3, 4, 5]),
+        ([2, 3, 0, 5], ["row 4 is not as it was written", "rows missing: 1"], [2, 3, 5]),
+        ([1, 0, 0, 4, 0], ["rows 2, 3, 5 are not as they were written"], [1, 4]),
         ([1, 0, 3, 4, 5], ["row 2 is not as it was written"], [1, 3, 4, 5]),
         ([1, 0, 4, 5], ["row 2 is not as it was written", "rows missing: 3"], [1, 4, 5]),
         ([1, 2, 3, 4, 0], ["row 5 is not as it was written"], [1, 2, 3, 4]),
@@ -112,7 +116,7 @@ def shuffled(rows, order):
 )
 def test_rows_that_are_missing_twice_or_out_of_place_are_told(rows, order, said, read):
     shuffled(rows, order)
-    assert rows.go_back(5) == said and [row["update"] for row in rows.read()] == read
+    assert rows.rewind(5) == said and [row["update"] for row in rows.read()] == read
 
 
 def test_rows_go_on_with_the_next_number_whatever_is_damaged(rows):
@@ -126,8 +130,8 @@ def test_rows_go_on_with_the_next_number_whatever_is_damaged(rows):
 
 def test_rows_after_a_checkpoint_go_also_where_earlier_ones_are_missing(rows):
     shuffled(rows, [1, 3, 4, 5])
-    assert rows.go_back(3) == ["rows missing: 2"] and [row["update"] for row in rows.read()] == [1, 3]
-    assert rows.go_back(2) == ["rows after update 1 are lost (1 of 2)"] and rows.last == 1
+    assert rows.rewind(3) == ["rows missing: 2"] and [row["update"] for row in rows.read()] == [1, 3]
+    assert rows.rewind(2) == ["rows after update 1 are lost (1 of 2)"] and rows.last == 1
 
 
 def test_nothing_is_appended_through_a_link(tmp_path):

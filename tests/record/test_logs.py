@@ -101,7 +101,7 @@ def test_a_run_fills_them_all(tmp_path):
     logs = written(tmp_path)
     assert logs[""][0].startswith("INFO sparring ") and f"torch {torch.__version__}" in logs[""][0]
     parameters = sum(weight.numel() for weight in run.phase.model.parameters())
-    assert f"; {parameters:,} parameters learn, 0 are frozen" in logs[""][0]
+    assert f"; {parameters:,} trainable parameters, 0 frozen" in logs[""][0]
     assert any(line.startswith(f"INFO run folder: {tmp_path} (its config.yaml") for line in logs[""])
     assert logs["env"][0] == "DEBUG made robots 0 to 1 of 2: gym:CartPole-v1"
     assert "DEBUG resets 2 robots to episode 0 of seed 0, train" in logs["env"]
@@ -132,14 +132,14 @@ def child(code: str) -> subprocess.Popen:
 def test_what_a_child_says_is_logged_and_not_shown(tmp_path, capfd):
     RunLog(LoggingConfig()).open_files(tmp_path)
     words = _Output(child("import sys; print('loud'); print('louder', file=sys.stderr)"), "worker 3")
-    assert sorted(words.last_words().splitlines()[1:]) == ["  loud", "  louder"]
+    assert sorted(words.last_output().splitlines()[1:]) == ["  loud", "  louder"]
     assert sorted(written(tmp_path)["env"]) == ["DEBUG worker 3: loud", "DEBUG worker 3: louder"]
     assert capfd.readouterr() == ("", "")
 
 
 def test_on_a_debug_console_it_is_shown(capfd):
     RunLog(LoggingConfig(console_level="DEBUG"))
-    _Output(child("print('loud')"), "worker 3").last_words()
+    _Output(child("print('loud')"), "worker 3").last_output()
     assert capfd.readouterr().err == "worker 3: loud\n"
 
 
@@ -147,14 +147,14 @@ def test_where_nothing_keeps_it_a_child_says_it_where_its_parent_does(capfd):
     process = child("print('loud')")
     words = _Output(process, "worker 3")
     process.wait()
-    assert words.last_words() == "" and capfd.readouterr().out == "loud\n"
+    assert words.last_output() == "" and capfd.readouterr().out == "loud\n"
 
 
 def test_only_the_last_words_are_told(tmp_path):
     RunLog(LoggingConfig(), quiet=True)
     words = _Output(child("for i in range(100): print(i)\nprint('x' * 5000, end='')"), "worker 3")
-    told = words.last_words().splitlines()
-    assert told[0] == "; its last words:" and len(told) == 21
+    told = words.last_output().splitlines()
+    assert told[0] == "; its last output:" and len(told) == 21
     # a line that does not end is cut
     assert [len(line) for line in told[-3:]] == [2 + 2000, 2 + 2000, 2 + 1000] and told[1] == "  83"
 
@@ -211,7 +211,8 @@ def test_stopped_by_a_signal_it_was_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(run.phase, "step", lambda fraction: signal.raise_signal(signal.SIGTERM) or step(fraction))
     assert not run.run()
     told = status_in(tmp_path)
-    assert (told["state"], told["why"], told["progress"]["fraction"]) == ("interrupted", "asked to stop; saved", 0.5)
+    ended = "interrupted", "stopped by a signal; saved", 0.5
+    assert (told["state"], told["why"], told["progress"]["fraction"]) == ended
 
 
 def test_best_and_last_success(tmp_path):

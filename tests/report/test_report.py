@@ -69,7 +69,7 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
     file.write_bytes(b'{"a": 1}\n{"a": 1\n[3]\n\n\xff\xfe\n{"a": null}\n')
     reader = Tail(file)
     assert rows_of(reader) == [{"a": 1}, {"a": None}]
-    assert reader.damage(0) == ["x.jsonl: 3 lines could not be read; they are left out"]
+    assert reader.damage(0) == ["x.jsonl: lines that could not be read, and are left out: 3"]
 
 
 @pytest.mark.parametrize("after", ["shorter", "as long", "longer", "gone"])
@@ -343,7 +343,7 @@ def test_without_a_status_nothing_is_claimed(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "status.json").write_text("{")
     assert _read_status(run)["state"] == "unknown"
-    assert _read_status(run)["why"] == "status.json cannot be read (it is not JSON)"
+    assert _read_status(run)["why"] == "status.json cannot be read (not JSON)"
     (run / "status.json").unlink()
     assert _read_status(run)["why"] == "status.json is missing"
     (run / "episode_metrics.jsonl").unlink()
@@ -411,7 +411,7 @@ def test_the_report_is_one_file_that_asks_for_nothing(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--output", str(output)]) == 0
     told = capsys.readouterr()
     assert told.out == f"{output}\n"
-    assert told.err == f"'{first}': episode_metrics.jsonl: 1 lines could not be read; they are left out\n"
+    assert told.err == f"'{first}': episode_metrics.jsonl: lines that could not be read, and are left out: 1\n"
     written = output.read_bytes()
     assert not re.search(rb'(src|href)="(?!data:)', written) and b"{{" not in written
     content = content_of(written)

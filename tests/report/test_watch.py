@@ -208,7 +208,7 @@ def test_ctrl_c_ends_it_quietly(tmp_path):
     environment = dict(os.environ)
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stdout.readline()
-    assert line.startswith(f"http://{HOST}:17") and line.endswith("(Ctrl-C ends it)\n")
+    assert line.startswith(f"http://{HOST}:17") and line.endswith("(stop with Ctrl-C)\n")
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20)[1] == "" and process.returncode == 0
 

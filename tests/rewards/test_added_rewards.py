@@ -139,7 +139,7 @@ def test_a_class_learns_and_keeps_its_state():
             rf"{unknown_key.__code__.co_firstlineno + 1}\); the td has observation, action",
         ),
         (f"{__name__}:NotATerm", "is not a RewardTerm; expected a function"),
-        (f"{__name__}:DOCS", "expected a function"),
+        (f"{__name__}:DOCS", "expected a class, or a function"),
     ],
 )
 def test_a_term_that_does_not_fit_is_refused_before_training(tmp_path, capsys, path, message):
@@ -174,8 +174,8 @@ def test_what_was_learned_before_a_term_fails_is_saved(tmp_path):
     [
         (["rewards.my.module:term=a"], "my.module:term=a: expected a number"),
         (["rewards.terms.term=1"], "'term' is not an import path"),
-        (["rewards.my.module:term=1", "rollout.mode=async"], "do not go with rollout.mode=async; use sync"),
-        (["rewards.my.module:term=1", "phase=student", "student.teacher=x"], "go with finetune only, not with student"),
+        (["rewards.my.module:term=1", "rollout.mode=async"], "rollout.mode=async; use sync"),
+        (["rewards.my.module:term=1", "phase=student", "student.teacher=x"], "for finetune only, not for student"),
     ],
 )
 def test_where_it_is_not_supported_a_sentence_says_so(words, message):

@@ -78,8 +78,8 @@ def test_a_config_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeyp
     further = config_in(copied, training=settings["training"] | {"iterations": 5}, evaluation=settings["evaluation"])
     (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("iterations: 4", "iterations: 3"))
     Run(further)
-    what = "config.yaml has another checksum than when it was written"
-    assert told == [f"'{copied}': {what}; it is written again, with the settings of checkpoint-4"]
+    what = "config.yaml does not match its checksum"
+    assert told == [f"'{copied}': {what}; written again from checkpoint-4"]
     # now it is as it was written
     Run(further)
     assert len(told) == 1
@@ -91,8 +91,8 @@ def test_a_status_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeyp
     file = copied / "status.json"
     file.write_text(file.read_text().replace('"updates": 4', '"updates": 5'))
     Run(config_in(copied, training={"iterations": 4, "save_every": 2, "keep_checkpoints": 1}))
-    why = "status.json is damaged: it is not as it was written"
-    assert told == [f"'{copied}': {why}; what it said of the run so far is lost"]
+    why = "status.json is damaged: its checksum does not match"
+    assert told == [f"'{copied}': {why}; the earlier status of the run is lost"]
 
 
 def test_the_commands_tell_of_damage(copied, tmp_path, capsys):
@@ -100,7 +100,7 @@ def test_the_commands_tell_of_damage(copied, tmp_path, capsys):
     (copied / "episode_metrics.jsonl").write_text(lines[0] + lines[2])
     (copied / "status.json").write_text((copied / "status.json").read_text().replace("finished", "fxnished"))
     assert main(["report", str(copied), "--output", str(tmp_path / "page.html")]) == 0
-    damaged = "status.json is damaged: it is not as it was written"
+    damaged = "status.json is damaged: its checksum does not match"
     assert capsys.readouterr().err == f"'{copied}': {damaged}\n'{copied}': episode_metrics.jsonl: rows missing: 2\n"
     assert "rows missing: 2" in (tmp_path / "page.html").read_text()
     assert main(["runs", str(copied)]) == 0
@@ -116,7 +116,7 @@ def test_rows_missing_at_the_end_are_told_once_a_run_has_ended(copied):
 def test_train_all_does_not_sum_up_damaged_results(copied):
     file = copied / "evaluation.json"
     file.write_text(file.read_text().replace('"episodes": 2', '"episodes": 3', 1))
-    again = f"remove '{copied.parent / 'all.json'}', and the same command evaluates its phases again"
+    again = f"remove '{copied.parent / 'all.json'}' and run the same command to evaluate its phases again"
     with pytest.raises(UserError) as error:
         train_all._evaluation_of(copied)
-    assert str(error.value) == f"'{copied}': evaluation.json is damaged: it is not as it was written; {again}"
+    assert str(error.value) == f"'{copied}': evaluation.json is damaged: its checksum does not match; {again}"

@@ -63,9 +63,12 @@ def saved(folder) -> list[str]:
 def test_a_hang_ends_the_run_which_is_saved(tmp_path, how, more):
     run = Run(config_in(tmp_path, **faulty(tmp_path, how, **more)))
     began = time.monotonic()
-    with pytest.raises(StageFailed, match=r"simulating \(a step of the env\) has not come to an end") as told:
+    with pytest.raises(StageFailed, match=r"simulating \(a step of the env\) has not finished within") as told:
         run.run()
-    assert time.monotonic() - began < SOON and "rollout.watchdog_s=1 seconds" in str(told.value)
+    assert time.monotonic() - began < SOON and "within 1 seconds (rollout.watchdog_s=1, " in str(told.value)
+    # where it hangs
+    where = r" in worker 0 \(envs 0\.\.0\), worker 1 \(envs 1\.\.1\)" if more else r" in env \d \(faulty_envs:Faulty\)"
+    assert re.search(f"group 0\\){where}$", str(told.value))
     assert saved(tmp_path) == ["checkpoint-2"]
     assert (status_in(tmp_path)["state"], status_in(tmp_path)["why"]) == ("crashed", str(told.value))
 
@@ -76,14 +79,14 @@ def test_a_hang_ends_the_run_which_is_saved(tmp_path, how, more):
 def test_what_nothing_breaks_off_ends_with_the_process(tmp_path, how, groups, left):
     done, said = command(tmp_path, how, f"rollout.groups={groups}", "training.iterations=100")
     assert done.returncode == 1 and "Traceback" not in said
-    assert said.count("sparring: simulating (a step of the env) has not come to an end") == 1
+    assert said.count("sparring: simulating (a step of the env) has not finished within") == 1
     assert status_in(tmp_path)["state"] == "crashed" and saved(tmp_path) == left
 
 
 @pytest.mark.parametrize(
     ("how", "number", "says"),
     [
-        ("hang in C with the lock", signal.SIGABRT, "simulating (a step of the env) has not come to an end"),
+        ("hang in C with the lock", signal.SIGABRT, "simulating (a step of the env) has not finished within"),
         ("segfault", signal.SIGSEGV, "the command ended without a message"),
         ("kill", signal.SIGKILL, "the command ended without a message"),
     ],
@@ -129,29 +132,45 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
     assert not run.run() and time.monotonic() - began < SOON
     assert saved(tmp_path) == ["checkpoint-2"]
     assert status_in(tmp_path)["state"] == "interrupted"
-    assert "stopped after 2 updates; saved. The same command goes on from here." in (tmp_path / "train.log").read_text()
+    assert "stopped after 2 updates; saved. The same command resumes it." in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("how", "says"),
     [
         ("raise in step", "simulating (a step of the env) failed: ValueError: the motor is on fire in env 0 ("),
-        ("sys.exit", "simulating (a step of the env) failed: the env called sys.exit(0)"),
-        ("no reward", "step() of faulty_envs:Faulty returned the reward None; expected a number"),
+        ("sys.exit", "simulating (a step of the env) failed: the env called sys.exit(0) in env 0 ("),
+        ("generator exit", "simulating (a step of the env) failed: the env raised GeneratorExit in env 0 ("),
+        ("memory", "simulating (a step of the env) failed: MemoryError: the scene is too large in env 0 ("),
+        ("no reward", "step() of faulty_envs:Faulty returned the reward None; expected a number in env 0 ("),
+        ("returns nothing", "step() of faulty_envs:Faulty returned None; expected (observation, reward, terminated, "),
+        ("only its observation in reset", "reset() of faulty_envs:Faulty returned array("),
+        (
+            "wrong shape",
+            "the observation of faulty_envs:Faulty has shape (2,) but its observation_space has shape (4,)",
+        ),
+        ("nan", "the final observation of env 0 (faulty_envs:Faulty) holds NaN or inf"),
     ],
 )
-def test_what_an_env_raises_is_a_sentence_and_its_own_lines(tmp_path, capsys, how, says):
+@pytest.mark.parametrize("more", [[], ["env.vectorize=process"]], ids=["here", "workers"])
+def test_what_an_env_raises_is_a_sentence_and_its_own_lines(tmp_path, capsys, how, says, more):
     words = ["env.name=faulty_envs:Faulty", f"env.kwargs.how={how}", "rollout.steps=16", "rollout.render_episodes=0"]
-    assert main(["train", "finetune", "--envs", "2", "device=cpu", "--output", str(tmp_path), *words]) in (1, 2)
+    words += ["rollout.watchdog_s=20", *more]
+    assert main(["train", "finetune", "--envs", "2", "device=cpu", "--output", str(tmp_path), *words]) == 1
     _, _, said = capsys.readouterr().err.partition("sparring: ")
+    raises = how in ("raise in step", "memory")
+    if more:
+        says = says.removeprefix("simulating (a step of the env) failed: ").removeprefix("the env ")
+        assert says in said.partition("worker 0 (envs 0..0)")[2] and ("faulty_envs.py" in said) == raises
+        return
     assert said.startswith(says)
     # frames of ours are left out
     lines = said.partition("Traceback of the env:")[2]
-    assert ("faulty_envs.py" in lines) == (how == "raise in step") and "gym_batch" not in said
+    assert ("faulty_envs.py" in lines) == raises and "gym_batch" not in said
 
 
 def test_what_an_env_in_a_worker_started_ends_with_it():
-    env = make_env(config_in("", **faulty("", "child", **WORKERS)).env, 2)
+    env = make_env(config_in("unused", **faulty("unused", "child", **WORKERS)).env, 2)
     env.reset(0)
     workers = [worker.process.pid for worker in env.backend._pool.workers]
     for _ in range(56):
@@ -165,17 +184,17 @@ def test_what_an_env_in_a_worker_started_ends_with_it():
 def test_stages_are_late_by_their_own_time_and_once_asked_to_stop(monkeypatch):
     stages = OwnStages(2, 1.0)
     monkeypatch.setattr(OwnStages, "now", stages)
-    with OwnStage("simulate", 1, patience_s=math.inf):
+    with OwnStage("simulate", 1, timeout_s=math.inf):
         stages.check()
         stages.stop_at = time.monotonic()
-        with pytest.raises(StageFailed, match=r"asked to stop, it broke off simulating \(a step of the env\)"):
+        with pytest.raises(StageFailed, match=r"stop requested: simulating \(a step of the env\) was interrupted"):
             stages.check()
         # what is done to leave is not broken off
         stages.check()
-    with OwnStage("state", patience_s=-1.0):
-        with pytest.raises(StageFailed, match="asking the env where it is, or putting it back has not come to an end"):
+    with OwnStage("state", timeout_s=-1.0):
+        with pytest.raises(StageFailed, match="saving or restoring the state of the env has not finished within"):
             stages.check()
         # this process was stopped itself, as by Ctrl-Z
-        stages._patient_until = time.monotonic() + 60
+        stages._late_from = time.monotonic() + 60
         stages.check()
     assert not stages.has_hung

@@ -17,7 +17,7 @@ from sparring.cli.runs import _size as size
 from sparring.processes.manifest import entry, write_manifest
 from sparring.processes.rows import RowFile
 from sparring.runs.folder import folder_lock
-from sparring.runs.listing import _look_at as look_at
+from sparring.runs.listing import _read_run as read_run
 from sparring.runs.listing import find_runs, read_status, size_of
 
 
@@ -84,18 +84,18 @@ def names(run) -> list[str]:
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "crashed"])
 def test_a_run_is_as_it_says(folder, state):
-    found = look_at(folder("run", status(state, "RuntimeError: no")))
+    found = read_run(folder("run", status(state, "RuntimeError: no")))
     assert (found.phase, found.task, found.state, found.why) == ("finetune", "reach_d0", state, "RuntimeError: no")
     assert (found.updates, found.env_steps, found.fraction) == (30, 12000, 0.25)
 
 
 def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
     run = folder("run", status("running"))
-    assert look_at(run).state == "killed"
+    assert read_run(run).state == "killed"
     with folder_lock(run):
-        assert look_at(run).state == "running"
+        assert read_run(run).state == "running"
     (run / "writer.lock").unlink()
-    assert look_at(run).state == "killed"
+    assert read_run(run).state == "killed"
 
 
 def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
@@ -104,15 +104,15 @@ def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
     fcntl.flock(handle, fcntl.LOCK_SH)
     threading.Timer(0.1, os.close, [handle]).start()
     with folder_lock(run):
-        assert look_at(run).state == "running"
+        assert read_run(run).state == "running"
 
 
 def test_a_folder_without_a_status_is_unknown(folder):
     run = folder("lost", checkpoints=[5])
-    found = look_at(run)
+    found = read_run(run)
     assert (found.state, found.phase, found.best, found.updates, found.fraction) == ("unknown", None, None, None, None)
     with folder_lock(run):
-        assert look_at(run).state == "running"
+        assert read_run(run).state == "running"
 
 
 def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
@@ -162,7 +162,7 @@ def test_what_would_control_the_terminal_is_shown_by_its_code(folder, tmp_path, 
     out, err = capsys.readouterr()
     assert all(character.isprintable() or character == "\n" for character in out + err)
     assert "outputs/od\\x1b[31md\\nsecond" in out and "lift\\x1b[31m" in out
-    assert "yourmod:Env\\x1b[31m': is no import path" in err and "\\x1b[31mred is missing" in out
+    assert "yourmod:Env\\x1b[31m' is not an import path" in err and "\\x1b[31mred is missing" in out
     # warnings of these commands
     assert logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[2J"})) == "\\x1b[2J"
     assert "\\x1b]0;title\\x07\\x1b[2Jwhy \\u202e\\rfinished" in out
@@ -172,7 +172,7 @@ def test_where_there_are_no_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUTPUT_BASE", raising=False)
     assert main(["runs"]) == 2
-    assert "'outputs' is no folder; give the one that your runs are in" in capsys.readouterr().err
+    assert "'outputs' is no folder; give the folder that contains your runs" in capsys.readouterr().err
     monkeypatch.setenv("OUTPUT_BASE", ".")
     assert main(["runs"]) == 0
     assert capsys.readouterr().out == "no runs in .\n"
@@ -217,13 +217,13 @@ def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
     (run / ".partial-checkpoint-60").mkdir()
     assert main(["prune", "run", "--dry-run"]) == 0
     freed = size(sum(size_of(run / f"checkpoint-{number}") for number in (10, 30, 40)))
-    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); removes 4, {freed}\n"
+    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); deletes 4, {freed}\n"
     assert capsys.readouterr().out == said and len(names(run)) == 6
     assert main(["prune", "run", "run", "--yes"]) == 0
     assert capsys.readouterr().out == f"{said}freed {freed}\n"
     assert names(run) == ["checkpoint-20", "checkpoint-50"]
     assert main(["prune", "run"]) == 0
-    assert capsys.readouterr().out.endswith("; nothing to remove\n")
+    assert capsys.readouterr().out.endswith("; nothing to delete\n")
 
 
 def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, monkeypatch, capsys):
@@ -268,8 +268,8 @@ def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
     run = folder("run", checkpoints=FIVE)
     assert main(["prune", str(run), "--yes"]) == 2
     told = capsys.readouterr()
-    assert "no evaluation tells which are best" in told.out
-    assert "no evaluation tells which checkpoints are best; give --keep-best 0" in told.err
+    assert "without evaluations the best are unknown" in told.out
+    assert "the best checkpoints are unknown; give --keep-best 0" in told.err
     assert len(names(run)) == 5
     assert main(["prune", str(run), "--keep-best", "0", "--yes"]) == 0
     assert names(run) == ["checkpoint-50"]
@@ -282,7 +282,7 @@ def test_it_asks(folder, monkeypatch, capsys, answer, left):
     monkeypatch.setattr("builtins.input", lambda question: answer)
     assert main(["prune", str(run)]) == 0
     assert len(names(run)) == left
-    assert ("nothing was removed" in capsys.readouterr().out) == (left == 2)
+    assert ("nothing was deleted" in capsys.readouterr().out) == (left == 2)
 
 
 def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
@@ -292,7 +292,7 @@ def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
         assert "a process is training there" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     assert main(["prune", str(run)]) == 2
-    assert "nobody is here to be asked; give --yes" in capsys.readouterr().err
+    assert "without a terminal; give --yes" in capsys.readouterr().err
     assert main(["prune", str(run / "checkpoint-1"), "--yes"]) == 2
     assert "holds no checkpoint-<n> folder" in capsys.readouterr().err
     assert main(["prune", str(tmp_path / "nowhere"), "--yes"]) == 2
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_never_the_one_that_is_kept(folder, caplog):
     assert main(["prune", str(run), "--yes"]) == 0
     # 20 was the best, 50 the last; what comes after the last whole one is left alone
     assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
-    assert "checkpoint-50' is damaged: model.safetensors has another checksum" in caplog.text
+    assert "checkpoint-50' is damaged (model.safetensors does not match its checksum" in caplog.text
     # nothing goes where all are damaged
     for number in (30, 40):
         flip(run / f"checkpoint-{number}/model.safetensors")
@@ -326,7 +326,7 @@ def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
     assert main(["runs", "--verify", str(run), str(other)]) == 0
     assert (
         capsys.readouterr().out
-        == f"{run}/checkpoint-1: whole\n{run}/checkpoint-2: whole\n{other}/checkpoint-3: whole\n"
+        == f"{run}/checkpoint-1: intact\n{run}/checkpoint-2: intact\n{other}/checkpoint-3: intact\n"
     )
     (other / "checkpoint-3/spec.json").unlink()
     assert main(["runs", "--verify", str(run), str(other)]) == 1
@@ -335,6 +335,32 @@ def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told[f"{other}/checkpoint-3"] == ["spec.json is missing"] and len(told) == 3
     assert main(["runs", "--verify", str(tmp_path / "nowhere")]) == 2
+
+
+def test_verify_says_what_is_not_one_s_own_or_was_changed(folder, tmp_path, monkeypatch, capsys):
+    run = folder("run", checkpoints=[1])
+    write_manifest(run, "run", {"config.yaml": entry(run / "config.yaml")})
+    (run / "config.yaml").write_text("seed: 3\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
+    assert main(["runs", "--verify", str(run)]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{run}: damaged: config.yaml has 8 bytes, expected 1000"
+    assert second == f"{run}/checkpoint-1: whole, but not signed by you"
+
+
+def test_runs_in_several_folders_are_listed_once(folder, capsys):
+    one, two = folder("a/one", status("finished")), folder("b/two", status("crashed", "gone"))
+    assert main(["runs", str(one), str(two), str(two.parent), "--json"]) == 0
+    assert [run["path"] for run in json.loads(capsys.readouterr().out)] == [str(two), str(one)]
+
+
+def test_a_run_that_crashed_before_its_first_checkpoint_repeats_why(folder, capsys):
+    run = folder("run", status("crashed", "training has diverged: the loss is nan; lower ppo.policy_lr=1"))
+    assert main(["eval", str(run)]) == 2
+    assert capsys.readouterr().err.endswith(
+        "; it ended with: training has diverged: the loss is nan; lower ppo.policy_lr=1. Change what this names, and "
+        "train again\n"
+    )
 
 
 # ---- folders without a checkpoint
@@ -351,12 +377,12 @@ def test_a_run_without_a_checkpoint_says_why(folder, capsys, command):
     assert main([word.format(run) for word in command]) == 2
     assert capsys.readouterr().err == (
         f"sparring: '{run}' has no checkpoint yet: its run was killed after 30 updates, and one is saved every 20 "
-        "updates (training.save_every) and at the end; train it again by the same command\n"
+        "updates (training.save_every) and at the end; run the same command again\n"
     )
     if command[0] == "eval":
         with folder_lock(run):
             assert main([word.format(run) for word in command]) == 2
-        assert "its run goes on after 30 updates" in capsys.readouterr().err
+        assert "its run is running after 30 updates" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
@@ -366,12 +392,12 @@ def test_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, comm
     for name in ("b", "a", "all/teacher_rl"):
         folder(f"outputs/{name}", status("finished"), checkpoints=[1])
     assert main([word.format("outputs") for word in command]) == 2
-    said = "sparring: 'outputs' is no run but holds some; did you mean outputs/a, outputs/b, outputs/all/teacher_rl?\n"
+    said = "sparring: 'outputs' is no run folder but contains some; give outputs/a, outputs/b, outputs/all/teacher_rl\n"
     assert capsys.readouterr().err == said
     for name in range(4):
         folder(f"outputs/c{name}")
     assert main([word.format("outputs") for word in command]) == 2
-    assert "outputs/c1, outputs/c2 or 2 more?" in capsys.readouterr().err
+    assert "outputs/c1, outputs/c2 or 2 more" in capsys.readouterr().err
     assert main([word.format("outputs/notes") for word in command]) == 2
     assert "'outputs/notes' holds no checkpoint" in capsys.readouterr().err
 
@@ -388,7 +414,7 @@ def test_what_may_not_be_read_is_no_run(folder, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "listdir", listdir)
     assert main(["eval", str(tmp_path / "outputs")]) == 2
-    assert capsys.readouterr().err.endswith(f"did you mean {tmp_path}/outputs/a?\n")
+    assert capsys.readouterr().err.endswith(f"give {tmp_path}/outputs/a\n")
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{", "\xff"])

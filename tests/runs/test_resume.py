@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from small_runs import status_in
 
 from sparring.cli.main import main
 from sparring.config.schema import load_config
@@ -296,6 +297,13 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert len(lines(tmp_path)) == 5
 
 
+def test_the_status_is_as_far_as_the_newest_checkpoint(tmp_path):
+    """Of a run that is killed, however short its updates are."""
+    run, seen = Run(config_in(tmp_path, training={"iterations": 3, "save_every": 1})), []
+    run.recorder.record_next_video = lambda run: seen.append(status_in(tmp_path)["progress"]["updates"])
+    assert run.run() and seen == [0, 1, 2, 3]
+
+
 LIMITS = {"num_episodes": (6, 12), "total_timesteps": (100, 200), "iterations": (3, 5)}
 
 
@@ -327,7 +335,7 @@ def test_a_longer_run_says_how_its_schedules_stretch(tmp_path, monkeypatch):
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 2}))
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 4}))
     assert (
-        "the limit is 4 updates now, it was 2 updates; ppo.lr_schedule now runs over 4 updates and continues from 50% "
+        "the limit is now 4 updates, it was 2 updates; ppo.lr_schedule now runs over 4 updates and continues from 50% "
         "(was at 100%)"
     ) in told
     last = json.loads((tmp_path / "episode_metrics.jsonl").read_text().splitlines()[-1])

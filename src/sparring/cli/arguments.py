@@ -1,9 +1,10 @@
-"""Arguments that commands share, and the config that they describe. Light: completion and --help import it."""
+"""Arguments shared by commands, and the config they describe. Imports nothing heavy: --help and completion need it."""
 
 import argparse
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.errors import visible
@@ -14,37 +15,37 @@ if TYPE_CHECKING:
 
 OPTIONS: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
 TRUST: dict[str, Any] = {"action": "store_true"}
-TRUST["help"] = "import code that the config of somebody else's run or dataset names; signs it (docs/security.md)"
+TRUST["help"] = "import code that the config of another user's run or dataset names, and sign it (docs/security.md)"
 EPILOG = """\
 examples:
-  sparring train finetune                                    the built-in arm learns reach_d0, about a minute
+  sparring train finetune                                    PPO on reach_d0 of the built-in arm, about a minute
   sparring train finetune env.name=gym:CartPole-v1 --num_episodes 500
   sparring train finetune --config configs/cartpole.yaml ppo.clip_ratio=0.1 --output outputs/try1
   sparring train finetune --gpus 4 --envs 64                 64 robots on each of 4 GPUs
-  sparring train finetune --dry-run                          one rollout, one update: shapes, memory, speed, parity
+  sparring train finetune --dry-run                          one rollout, one update; prints shapes, memory, speed
   sparring eval outputs/finetune_rl --episodes 200           held-out episodes, intervals, random baseline
-  sparring compare outputs/try1 outputs/try2                 the same held-out episodes: which is better, how sure
+  sparring compare outputs/try1 outputs/try2                 paired test on the same held-out episodes
   sparring runs                                              run folders: state, progress, best success, size
-  sparring prune outputs/try1 --keep-best 2 --dry-run        which checkpoints would go
-  sparring train teacher                                     a world model of what random actions lead to
-  sparring train student --teacher_path outputs/teacher_rl   an explorer, paid for what the world model does not know
+  sparring prune outputs/try1 --keep-best 2 --dry-run        list the checkpoints that would be deleted
+  sparring train teacher                                     a world model, trained on random actions
+  sparring train student --teacher_path outputs/teacher_rl   an explorer with rewards from the world model
   sparring train adversarial --teacher_path outputs/teacher_rl --student_checkpoint outputs/student_rl
-  sparring train all --envs 8 student.training.iterations=20 the three, one after the other; goes on where it stopped
-  sparring eval outputs/teacher_rl --world-model             how well it foretells, beside copying the last frame
+  sparring train all --envs 8 student.training.iterations=20 these three phases in order; resumes where it stopped
+  sparring eval outputs/teacher_rl --world-model             predictions, compared with copying the last frame
   sparring config finetune                                   every setting with its meaning
-  sparring config import rl_config.yaml --output mine.yaml   a config of the originals, in our words
-  sparring check gym:CartPole-v1                             is this env (or policy) fit for training?
-  sparring tasks                                             what the built-in arm can be asked to do
+  sparring config import rl_config.yaml --output mine.yaml   convert a config of the original projects
+  sparring check gym:CartPole-v1                             check an env (or a policy) before training
+  sparring tasks                                             the tasks of the built-in arm
   sparring train finetune --dry-run rollout                  only the rollout
-  sparring train imitate imitate.demos=outputs/demos/lift_d0 behaviour cloning; then fine-tune what came of it:
-  sparring train finetune pretrained=outputs/imitate_rl
+  sparring train imitate imitate.demos=outputs/demos/lift_d0 behaviour cloning from demonstrations
+  sparring train finetune pretrained=outputs/imitate_rl      RL from the imitated policy
   sparring demos lift_d0 --episodes 100 --noise 0.1          record a scripted expert as a LeRobot dataset
-  sparring demos show outputs/demos/lift_d0                  what a dataset holds, and a contact sheet
+  sparring demos show outputs/demos/lift_d0                  describe a dataset and draw a contact sheet
 
-overrides: ppo.clip_ratio=0.1 and --ppo.clip_ratio 0.1 are the same; a bare --num_episodes 500 works where the
-name is unique. `sparring config PHASE` lists the keys.
-exit codes: 0 done; 1 it failed; 2 something given is wrong (said in a sentence); 130 interrupted: the first Ctrl-C
-saves a checkpoint, a second one gives up.
+overrides: ppo.clip_ratio=0.1 and --ppo.clip_ratio 0.1 are the same. The section may be omitted if the name is
+unique: --num_episodes 500. `sparring config PHASE` lists the keys.
+exit codes: 0 done; 1 failed; 2 invalid input, explained in one sentence; 130 interrupted: the first Ctrl-C
+saves a checkpoint after the current update, the second exits at once.
 """
 
 
@@ -64,7 +65,7 @@ def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool 
     given = settings_of(arguments, overrides) + flag_settings(arguments, {"output": "output", "resume": "resume"})
     given.append(Setting("phase", arguments.phase, "command line"))
     config, notes = configure(given, inherit=True, to_run=to_run)
-    # once: not in the processes that this command starts
+    # not again in the processes that this command starts
     if "RANK" not in os.environ:
         for line in notes:
             print(visible(line), file=sys.stderr)
@@ -73,8 +74,10 @@ def config_of(arguments: argparse.Namespace, overrides: list[str], to_run: bool 
 
 def settings_of(arguments: argparse.Namespace, overrides: list[str]) -> "list[Setting]":
     from sparring.config.text import parse_overrides, read_settings
+    from sparring.config.trust import warn_of_code
 
     given = read_settings(arguments.config) if arguments.config else []
+    warn_of_code(Path(arguments.config or ""), given)
     return given + parse_overrides(overrides) + flag_settings(arguments, {"envs": "rollout.n_envs"})
 
 

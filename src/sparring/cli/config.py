@@ -1,4 +1,4 @@
-"""`sparring config` and `sparring completion`: commands, flags and every setting, printed and offered by the shell."""
+"""`sparring config` prints or converts a config; `sparring completion` completes commands, flags and settings."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ _sparring() {
   local words; read -ra words <<< "${COMP_LINE:0:COMP_POINT}"
   [ -z "$word" ] && words+=("")
   COMPREPLY=($(sparring __complete "${words[@]:1}"))
-  # bash breaks words at '=': offer only what follows it
+  # bash splits words at '=': offer only the part after it
   [[ "$word" == *=* ]] && COMPREPLY=("${COMPREPLY[@]#*=}")
   [[ "${COMPREPLY[0]}" == *= ]] && compopt -o nospace
 }
@@ -41,12 +41,12 @@ complete -c sparring -f -a '(sparring __complete (commandline -opc)[2..] (comman
 
 
 def add(commands) -> None:
-    about = "print the resolved config, each key with its meaning; or put a config of the originals into our words"
+    about = "print the resolved config, each key with its meaning; or convert a config of the original projects"
     config = commands.add_parser("config", help=about, **OPTIONS)
-    what = "phase to print (default: finetune), or a file, and the phase it is for if it does not say"
+    what = "phase to print (default: finetune), or a file to import and its phase (default: the phase in the file)"
     config.add_argument("what", metavar="PHASE | import FILE", nargs="*", help=what)
-    config.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
-    config.add_argument("--output", metavar="YAML", help="with import: where to write it (default: print it)")
+    config.add_argument("--config", metavar="FILE", help="YAML or JSON file with settings other than the defaults")
+    config.add_argument("--output", metavar="YAML", help="with import: file to write (default: print it)")
     config.add_argument("--trust", **TRUST)
     config.set_defaults(command=_config, takes_overrides=True, offered={"what": [*phases.PHASES, "import"]})
     completion = commands.add_parser("completion", help="print a shell completion script", **OPTIONS)
@@ -69,7 +69,7 @@ def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.processes.files import write_whole
 
     if not 2 <= len(arguments.what) <= 3 or overrides or arguments.config:
-        raise UserError("expected `sparring config import FILE [PHASE] [--output YAML]`, and nothing else")
+        raise UserError("expected `sparring config import FILE [PHASE] [--output YAML]` without other arguments")
     text, notes = import_config(*arguments.what[1:])
     for line in notes:
         print(visible(line), file=sys.stderr)
@@ -78,13 +78,13 @@ def _import_config(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     output = Path(arguments.output)
     if output.is_file():
-        raise UserError(f"--output {output}: is there already, and stays; choose another name")
+        raise UserError(f"--output {output} exists and is not overwritten; choose another")
     try:
         write_whole(output, text)
     except OSError as error:
         with suppress(OSError):
             output.unlink()
-        raise UserError(f"--output {output}: cannot write there ({error.strerror})") from None
+        raise UserError(f"--output {output} cannot be written ({error.strerror})") from None
     print(arguments.output)
     return 0
 
@@ -95,7 +95,7 @@ def _completion(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def candidates(commands: dict[str, argparse.ArgumentParser], words: list[str]) -> list[str]:
-    """What the last word could become; the words before it give the context. Nothing: the shell offers files."""
+    """Completions of the last of `words`, given the words before it. Empty: the shell offers files."""
     *before, word = words or [""]
     if not before:
         options: Iterable[str] = [*commands, "--help", "--version"]
@@ -138,7 +138,7 @@ def _keys(given: list[str]) -> "dict[str, FieldInfo]":
 
     try:
         settings = parse_overrides(split_overrides(given, {})[0])
-    except UserError:  # a line is half typed
+    except UserError:  # the line is incomplete
         settings = []
     return SCHEMA.keys(SCHEMA.classes(settings))
 

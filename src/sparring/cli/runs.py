@@ -1,4 +1,4 @@
-"""`sparring report`, `watch`, `runs` and `prune`: run folders."""
+"""`sparring report`, `watch`, `runs` and `prune`: commands for run folders."""
 
 import argparse
 import dataclasses
@@ -19,39 +19,43 @@ _HEAD = ("run", "phase", "task", "state", "done", "made", "best success", "size"
 
 
 def add(commands) -> None:
-    report = commands.add_parser("report", help="write what runs learned into one HTML file", **OPTIONS)
-    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folders, or folders that hold some")
-    where = "where to write it (RUN/report.html; of several ./report.html)"
+    report = commands.add_parser("report", help="write a report of runs into one HTML file", **OPTIONS)
+    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folders, or folders that contain some")
+    where = "file to write (default: RUN/report.html; with several runs ./report.html)"
     report.add_argument("--output", metavar="HTML", help=where)
-    media = "of videos and pictures (%(default)s)"
+    media = "limit of videos and images in MB (default: %(default)s)"
     report.add_argument("--media-mb", type=_megabytes, default=MEDIA_MB, metavar="MB", help=media)
     report.set_defaults(command=_report)
-    watch = commands.add_parser("watch", help="serve the report on this machine while runs go on", **OPTIONS)
-    held = "run folders, or folders that hold or will hold some"
-    watch.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=held)
-    watch.add_argument("--port", type=_port, default=PORT, metavar="N", help="or the next free one (%(default)s)")
-    watch.add_argument("--no-browser", action="store_true", help="only tell the address")
+    watch = commands.add_parser("watch", help="serve the report on this machine, updated during training", **OPTIONS)
+    folders = "run folders, or folders that contain some now or later"
+    watch.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=folders)
+    port = "port; if it is taken, the next free one (default: %(default)s)"
+    watch.add_argument("--port", type=_port, default=PORT, metavar="N", help=port)
+    watch.add_argument("--no-browser", action="store_true", help="print the address, open no browser")
     watch.set_defaults(command=_watch)
-    runs = commands.add_parser("runs", help="which run folders there are, and how each fares", **OPTIONS)
-    runs.add_argument("folder", nargs="?", metavar="DIR", help="where to look (default: outputs, or OUTPUT_BASE)")
-    runs.add_argument("--json", action="store_true", help="as JSON")
-    whole = "of these runs, or of all: are the checkpoints as they were written? (exit code 1 where one is not)"
-    runs.add_argument("--verify", nargs="*", metavar="RUN", type=Path, help=whole)
+    runs = commands.add_parser("runs", help="list run folders with their state and progress", **OPTIONS)
+    where = "run folders, or folders that contain some (default: outputs, or OUTPUT_BASE)"
+    runs.add_argument("folders", nargs="*", metavar="DIR", type=Path, help=where)
+    runs.add_argument("--json", action="store_true", help="print JSON")
+    verify = "check the checksums of all checkpoints and of config.yaml; exit code 1 if something is damaged"
+    runs.add_argument("--verify", action="store_true", help=verify)
     runs.set_defaults(command=_runs)
-    prune = commands.add_parser("prune", help="remove checkpoints, but for the best and the last", **OPTIONS)
+    prune = commands.add_parser("prune", help="delete checkpoints except the best and the last", **OPTIONS)
     prune.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run folders")
-    prune.add_argument("--keep-best", type=count, default=1, metavar="K", help="as evaluations tell (default: 1)")
-    prune.add_argument("--keep-last", type=positive, default=1, metavar="L", help="the newest (default: 1)")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    prune.add_argument("--yes", action="store_true", help="do not ask")
+    best = "number of checkpoints to keep, best evaluation first (default: 1)"
+    prune.add_argument("--keep-best", type=count, default=1, metavar="K", help=best)
+    newest = "number of newest checkpoints to keep (default: 1)"
+    prune.add_argument("--keep-last", type=positive, default=1, metavar="L", help=newest)
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    prune.add_argument("--yes", action="store_true", help="delete without confirmation")
     prune.set_defaults(command=_prune)
 
 
 def _report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.report.page import Collection
 
-    beside = arguments.runs[0] if len(arguments.runs) == 1 else Path()
-    output = Path(arguments.output or beside / "report.html")
+    folder = arguments.runs[0] if len(arguments.runs) == 1 else Path()
+    output = Path(arguments.output or folder / "report.html")
     collection = Collection.write(arguments.runs, output, int(arguments.media_mb * 1e6))
     for path, run in collection.runs.items():
         for what in run.parts["about"]["damage"]:
@@ -77,10 +81,10 @@ def _watch(arguments: argparse.Namespace, overrides: list[str]) -> int:
         if run.exists() and not run.is_dir():
             raise UserError(f"'{run}' is a file; give a run folder, e.g. outputs/finetune_rl")
         if not run.exists():
-            print(f"'{run}' is not there yet; it is shown when it is", file=sys.stderr)
+            print(f"'{run}' does not exist yet; it is shown as soon as it does", file=sys.stderr)
     server = open_server(arguments.runs, arguments.port)
     try:
-        _tell(server.server_address[1], arguments)
+        _show_address(server.server_address[1], arguments)
         server.serve_forever()
     except KeyboardInterrupt:
         pass
@@ -89,14 +93,14 @@ def _watch(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _tell(port: int, arguments) -> None:
+def _show_address(port: int, arguments) -> None:
     from sparring.processes.server import HOST
 
     if port != arguments.port:
-        print(f"port {arguments.port} is taken; the next free one is {port}", file=sys.stderr)
+        print(f"port {arguments.port} is taken; using the next free one, {port}", file=sys.stderr)
     address = f"http://{HOST}:{port}/"
-    print(f"{address}  (Ctrl-C ends it)", flush=True)
-    # where there is no screen, a browser of the terminal would take it over
+    print(f"{address}  (stop with Ctrl-C)", flush=True)
+    # without a screen, webbrowser would start a text browser in this terminal
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     if not arguments.no_browser and has_screen:
         import webbrowser
@@ -114,36 +118,46 @@ def _runs(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.evaluation.files import terminal_width, text_table
     from sparring.runs.listing import find_runs
 
-    folder = Path(arguments.folder or os.environ.get("OUTPUT_BASE") or "outputs")
-    if arguments.verify is not None:
-        return _verify(arguments.verify or [folder], arguments.json)
-    found = find_runs(folder)
+    folders = arguments.folders or [Path(os.environ.get("OUTPUT_BASE") or "outputs")]
+    if arguments.verify:
+        return _verify(folders, arguments.json)
+    found = find_runs(*folders)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(run) for run in found], indent=2))
     elif not found:
-        print(f"no runs in {folder}")
+        print(f"no runs in {', '.join(map(str, folders))}")
     else:
         rows = [_HEAD, *map(_row, found)]
-        columns = len(_HEAD) if any(run.why for run in found) else -1  # what went wrong, where something did
+        columns = len(_HEAD) if any(run.why for run in found) else -1  # `why` only if a run failed
         spare = [_HEAD.index(name) for name in ("why", "task", "best success", "run") if name in _HEAD[:columns]]
         print(text_table((row[:columns] for row in rows), width=terminal_width(), spare=tuple(spare)))
     return 0
 
 
 def _verify(roots: list[Path], as_json: bool) -> int:
+    from sparring.processes.manifest import altered, is_signed, read_manifest
     from sparring.runs.checkpoint import checkpoints, damage_of, weights_file
     from sparring.runs.listing import run_folders
 
     damaged: dict[str, list[str]] = {}
+
+    def judge(path: Path, wrong: list[str]) -> None:
+        damaged[str(path)] = wrong
+        whole = "whole" if wrong or is_signed(read_manifest(path) or {}) else "whole, but not signed by you"
+        if not as_json:
+            print(visible(f"{path}: {'damaged: ' + '; '.join(wrong) if wrong else whole}"))
+
     for root in roots:
         if not root.is_dir():
-            raise UserError(f"'{root}' is no folder; give run folders, or folders that hold some")
-        found = [root] if weights_file(root) else [path for run in run_folders(root) for path in checkpoints(run)]
+            raise UserError(f"'{root}' is not a folder; give run folders, or folders that contain some")
+        alone = [root] if weights_file(root) else []
+        runs = [] if alone else list(run_folders(root))
+        found = alone + [path for run in runs for path in checkpoints(run)]
+        for run in runs:
+            if changed := altered(run, "config.yaml"):
+                judge(run, changed)
         for path in found:
-            damaged[str(path)] = damage_of(path)
-            if not as_json:
-                found_out = f"damaged: {'; '.join(damaged[str(path)])}" if damaged[str(path)] else "whole"
-                print(visible(f"{path}: {found_out}"))
+            judge(path, damage_of(path))
         if not found and not as_json:
             print(f"{root}: no checkpoints")
     if as_json:
@@ -155,8 +169,8 @@ def _row(run: "RunState") -> tuple[str, ...]:
     made = f"{run.env_steps:,} steps" if run.env_steps else f"{run.updates:,} updates" if run.updates else "-"
     best = f"{run.best['success_rate']:.0%} ({run.best['low']:.0%} - {run.best['high']:.0%})" if run.best else "-"
     done = "-" if run.fraction is None else f"{run.fraction:.0%}"
-    words = run.phase or "?", run.task or "?", run.state, done, made, best
-    return run.path, *words, _size(run.bytes), _duration(run.age), run.why or ""
+    about = run.phase or "?", run.task or "?", run.state, done, made, best
+    return run.path, *about, _size(run.bytes), _duration(run.age), run.why or ""
 
 
 def _size(number: float) -> str:
@@ -177,25 +191,25 @@ def _duration(seconds: float) -> str:
 def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.runs.prune import Pruning
 
-    # all of them before the first is touched; each once
+    # plan all of them before anything is deleted; each run once
     prunings = [Pruning.plan(run, arguments.keep_best, arguments.keep_last) for run in dict.fromkeys(arguments.runs)]
     for pruning in prunings:
         kept = ", ".join(f"{path.name} ({why})" for path, why in pruning.kept.items())
-        removed = f"removes {len(pruning.removed)}, {_size(pruning.bytes)}" if pruning.removed else "nothing to remove"
-        doubt = "" if pruning.rated or not arguments.keep_best else "; no evaluation tells which are best"
-        print(f"{pruning.run}: keeps {kept}; {removed}{doubt}")
+        deleted = f"deletes {len(pruning.removed)}, {_size(pruning.bytes)}" if pruning.removed else "nothing to delete"
+        unrated = "" if pruning.rated or not arguments.keep_best else "; without evaluations the best are unknown"
+        print(f"{pruning.run}: keeps {kept}; {deleted}{unrated}")
     total, bytes_freed = sum(len(p.removed) for p in prunings), sum(p.bytes for p in prunings)
     if arguments.dry_run or not total:
         return 0
-    unrated = [f"'{p.run}'" for p in prunings if p.removed and not p.rated]
-    if arguments.yes and arguments.keep_best and unrated:
-        advice = "give --keep-best 0 to keep the last only (--keep-last L), or leave out --yes to be asked"
-        raise UserError(f"{', '.join(unrated)}: no evaluation tells which checkpoints are best; {advice}")
+    doubtful = [f"'{p.run}'" for p in prunings if p.removed and not p.rated]
+    if arguments.yes and arguments.keep_best and doubtful:
+        advice = "give --keep-best 0 to keep only the last ones (--keep-last L), or omit --yes and confirm"
+        raise UserError(f"{', '.join(doubtful)}: without evaluations the best checkpoints are unknown; {advice}")
     if not arguments.yes:
         if not sys.stdin.isatty():
-            raise UserError("nobody is here to be asked; give --yes to remove them, or --dry-run to only look")
-        if input(f"remove {total} checkpoints for good? [y/N] ").strip().lower() not in ("y", "yes"):
-            print("nothing was removed")
+            raise UserError("cannot ask for confirmation without a terminal; give --yes to delete, or --dry-run")
+        if input(f"delete {total} checkpoints permanently? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was deleted")
             return 0
     for pruning in prunings:
         pruning.carry_out()

@@ -1,4 +1,4 @@
-"""`sparring check`, `tasks` and `demos`: what can be trained on, and demonstrations of the built-in tasks."""
+"""`sparring check`, `tasks` and `demos`: envs to train in, and demonstrations of the built-in tasks."""
 
 import argparse
 import os
@@ -13,31 +13,32 @@ from sparring.policies import POLICIES
 
 
 def add(commands) -> None:
-    check = commands.add_parser("check", help="is the installation, an env or a policy fit for training?", **OPTIONS)
-    name = "gym:<id>, sparring/<task>, your.module:Class; none: all"
+    check = commands.add_parser("check", help="check the installation, an env or a policy before training", **OPTIONS)
+    name = "gym:<id>, sparring/<task> or your.module:Class (default: the installation and the built-in arm)"
     check.add_argument("name", nargs="?", metavar="NAME", help=name)
     offered: dict[str, Any] = {"name": lambda: [*ENVS, *POLICIES, *(f"sparring/{task}" for task in _task_names())]}
     check.set_defaults(command=_check, takes_overrides=True, offered=offered)
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **OPTIONS)
-    tasks.add_argument("--sheet", metavar="PNG", help="draw them all into this picture instead")
+    tasks.add_argument("--sheet", metavar="PNG", help="draw all of them into this image instead")
     tasks.set_defaults(command=_tasks)
-    demos = commands.add_parser("demos", help="record scripted experts as a dataset, or look into one", **OPTIONS)
-    what = "task(s) to record, or a dataset to look into"
+    demos = commands.add_parser("demos", help="record scripted experts as a dataset, or inspect one", **OPTIONS)
+    what = "task(s) to record, or a dataset to inspect"
     demos.add_argument("what", metavar="TASK | show PATH", nargs="+", help=what)
-    demos.add_argument("--episodes", type=positive, metavar="N", help="how many to record")
-    noise = "deviation added to actions (default: 0)"
+    demos.add_argument("--episodes", type=positive, metavar="N", help="number of episodes to record")
+    noise = "standard deviation of the noise added to actions (default: 0)"
     demos.add_argument("--noise", type=_number, default=0.0, metavar="X", help=noise)
     demos.add_argument("--output", metavar="DIR", help="folder of the dataset (default: outputs/demos/<task>)")
-    demos.add_argument("--cameras", nargs="+", metavar="NAME", help="what is seen (default: all of the robot's)")
-    demos.add_argument("--image-size", type=positive, metavar="N", help="pixels a side (env.image_size)")
-    demos.add_argument("--control-mode", metavar="MODE", help="what an action means (env.control_mode)")
-    demos.add_argument("--seed", type=count, metavar="S", help="of the episodes (default: 0)")
-    demos.add_argument("--workers", type=positive, default=1, metavar="K", help="processes (default: 1)")
-    demos.add_argument("--keep-failures", action="store_true", help="keep episodes that the expert failed, too")
-    pixels = "of the videos; yuv420p for browsers"
+    demos.add_argument("--cameras", nargs="+", metavar="NAME", help="cameras to record (default: all of the robot)")
+    size = "width and height of images in pixels (env.image_size)"
+    demos.add_argument("--image-size", type=positive, metavar="N", help=size)
+    demos.add_argument("--control-mode", metavar="MODE", help="meaning of an action (env.control_mode)")
+    demos.add_argument("--seed", type=count, metavar="S", help="seed of the episodes (default: 0)")
+    demos.add_argument("--workers", type=positive, default=1, metavar="K", help="recording processes (default: 1)")
+    demos.add_argument("--keep-failures", action="store_true", help="also keep episodes in which the expert failed")
+    pixels = "pixel format of the videos (default: yuv444p); browsers need yuv420p"
     demos.add_argument("--pixel-format", choices=["yuv420p", "yuv444p"], default="yuv444p", help=pixels)
-    demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with the env's settings")
-    demos.add_argument("--sheet", metavar="PNG", help="with show: the contact sheet (default: PATH/sheet.png)")
+    demos.add_argument("--config", metavar="FILE", help="YAML or JSON file with settings of the env")
+    demos.add_argument("--sheet", metavar="PNG", help="with show: contact sheet to write (default: PATH/sheet.png)")
     offered = {
         "what": lambda: ["show", *_task_names()],
         "cameras": ["head", "wrist", "left_wrist", "right_wrist"],
@@ -87,9 +88,9 @@ def _demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.demos.record import record
 
     if arguments.sheet:
-        raise UserError("--sheet goes with `sparring demos show PATH` only; leave it out")
+        raise UserError("--sheet is only for `sparring demos show PATH`; remove it")
     if arguments.episodes is None:
-        raise UserError("how many episodes? give --episodes N")
+        raise UserError("the number of episodes is missing; give --episodes N")
     keys = {name: f"env.{name}" for name in ("cameras", "image_size", "control_mode")} | {"seed": "seed"}
     settings = parse_overrides(overrides) + flag_settings(arguments, keys)
     noise, keep_failures, pixel_format = arguments.noise, arguments.keep_failures, arguments.pixel_format
@@ -99,7 +100,7 @@ def _demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
     try:
         recorded = record(plan, arguments.episodes, output, arguments.workers)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on where '{output}' stopped", file=sys.stderr)
+        print(f"interrupted; the same command resumes the recording in '{output}'", file=sys.stderr)
         return 130
     print(f"{output}: {len(recorded['episode_seeds'])} episodes of {recorded['episodes_tried']} tried")
     return 0
@@ -112,12 +113,12 @@ def _show_demos(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if len(arguments.what) != 2 or overrides:
         raise UserError("expected one dataset: sparring demos show PATH")
-    useless = [word for word in arguments.words if word.startswith("--") and word.split("=")[0] != "--sheet"]
-    if useless:
-        raise UserError(f"{', '.join(useless)}: only --sheet goes with `sparring demos show PATH`; leave it out")
+    others = [word for word in arguments.argv if word.startswith("--") and word.split("=")[0] != "--sheet"]
+    if others:
+        raise UserError(f"{', '.join(others)}: `sparring demos show PATH` takes only --sheet; remove the others")
     demos = Demonstrations(arguments.what[1])
     print("\n".join(summary(demos)))
     if demos.cameras:
         sheet = Path(arguments.sheet) if arguments.sheet else demos.path / "sheet.png"
-        print(f"pictures   {write_png(sheet, contact_sheet(moments(demos)))}")
+        print(f"sheet      {write_png(sheet, contact_sheet(moments(demos)))}")
     return 0

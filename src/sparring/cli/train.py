@@ -1,4 +1,4 @@
-"""`sparring train`, `eval` and `compare`: a run, and how good it is."""
+"""`sparring train`, `eval` and `compare`: train a policy, evaluate it, compare two."""
 
 import argparse
 import ctypes
@@ -12,62 +12,65 @@ from sparring.cli.arguments import EPILOG, OPTIONS, TRUST, config_of, count, fla
 from sparring.errors import UserError
 
 _M_ARENA_MAX = -8  # of malloc.h
-DRY_RUNS = ("rollout", "training")  # what --dry-run tries, in the words of ManiFlow's test_rl_rollout.py
+DRY_RUNS = ("rollout", "training")  # values of --dry-run, named as in ManiFlow's test_rl_rollout.py
 
 
 def add(commands) -> None:
-    train = commands.add_parser("train", help="run a phase of training", epilog=EPILOG, **OPTIONS)
-    kinds = "finetune (RL on a task), imitate (of demonstrations), teacher (a world model), student (an explorer), "
-    kinds += "adversarial (both against each other), all (the last three, one after the other)"
+    train = commands.add_parser("train", help="run a training phase", epilog=EPILOG, **OPTIONS)
+    kinds = "finetune (RL on a task), imitate (behaviour cloning), teacher (a world model), student (an explorer), "
+    kinds += "adversarial (world model against explorer), all (the last three in order)"
     train.add_argument("phase", metavar="PHASE", help=kinds)
-    train.add_argument("--config", metavar="FILE", help="YAML or JSON file with what differs from the defaults")
-    processes = "processes, one per GPU, or so many on the CPU (default: 1)"
+    train.add_argument("--config", metavar="FILE", help="YAML or JSON file with settings other than the defaults")
+    processes = "number of processes, one per GPU, or all on the CPU (default: 1)"
     train.add_argument("--gpus", type=positive, default=1, metavar="N", help=processes)
-    train.add_argument("--envs", type=positive, metavar="N", help="robots of each process; short for rollout.n_envs=N")
-    folder = "run folder (default: outputs/<phase>_rl); with all: what holds the three folders"
+    train.add_argument("--envs", type=positive, metavar="N", help="robots per process; short for rollout.n_envs=N")
+    folder = "run folder (default: outputs/<phase>_rl); with all: the folder that contains the three run folders"
     train.add_argument("--output", metavar="DIR", help=folder)
-    resume = "auto (default): go on where the run folder stopped; never: start anew, the old run is moved aside; or "
-    resume += "the checkpoint to start from"
+    resume = "auto (default): resume from the newest checkpoint of the run folder; never: start from scratch and move "
+    resume += "the old run aside; or a checkpoint to resume from"
     train.add_argument("--resume", metavar="auto|never|CHECKPOINT", help=resume)
-    tried = "try one rollout and one update, and write nothing; with the word rollout, only the rollout"
-    train.add_argument("--dry-run", choices=DRY_RUNS, nargs="?", metavar="rollout", help=tried)
+    dry = "run one rollout and one update and write nothing; with `--dry-run rollout` only the rollout"
+    train.add_argument("--dry-run", choices=DRY_RUNS, nargs="?", metavar="rollout", help=dry)
     train.add_argument("--trust", **TRUST)
     offered = {"phase": [*phases.PHASES, "all"], "resume": ["auto", "never"]}
     train.set_defaults(command=_train, takes_overrides=True, offered=offered)
     evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **OPTIONS)
     evaluate.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
-    evaluate.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as configured)")
-    evaluate.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: the run's)")
+    evaluate.add_argument("--episodes", type=positive, metavar="N", help="number of episodes (default: as configured)")
+    seed = "seed of the held-out episodes (default: that of the run)"
+    evaluate.add_argument("--seed", type=count, metavar="S", help=seed)
     actions = evaluate.add_mutually_exclusive_group()
-    actions.add_argument("--stochastic", action="store_true", help="sample actions instead of taking the mode")
-    both = "one, then the other (of flow policies always: ODE, then SDE)"
+    actions.add_argument("--stochastic", action="store_true", help="sample actions instead of acting greedily")
+    both = "evaluate both ways; flow policies always do (ODE and SDE)"
     actions.add_argument("--both", action="store_true", help=both)
-    evaluate.add_argument("--videos", type=count, default=0, metavar="N", help="episodes to record beside the table")
-    numbers = "where to write the numbers (default: PATH/eval*.json, called by what was evaluated)"
+    evaluate.add_argument("--videos", type=count, default=0, metavar="N", help="number of episodes to record as video")
+    numbers = "file for the numbers (default: PATH/eval*.json, named after the settings)"
     evaluate.add_argument("--json", metavar="FILE", help=numbers)
     predictions = "evaluate the predictions of a world model"
     evaluate.add_argument("--world-model", action="store_true", help=predictions)
-    evaluate.add_argument("--exploration", action="store_true", help="what a policy touches and where it gets to")
-    evaluate.add_argument("--against", metavar="PATH", help="with --world-model: another one, on the same episodes")
+    evaluate.add_argument("--exploration", action="store_true", help="evaluate contacts and places reached")
+    another = "with --world-model: a world model to compare with, on the same episodes"
+    evaluate.add_argument("--against", metavar="PATH", help=another)
     evaluate.add_argument("--trust", **TRUST)
     evaluate.set_defaults(command=_evaluate, takes_overrides=True)
-    compare = commands.add_parser("compare", help="which of two is better, on the same held-out episodes", **OPTIONS)
+    compare = commands.add_parser("compare", help="test which of two is better on the same episodes", **OPTIONS)
     compare.add_argument("a", metavar="A", help="run folder or checkpoint folder")
-    compare.add_argument("b", metavar="B", help="another one")
-    compare.add_argument("--episodes", type=positive, metavar="N", help="how many (default: as A is configured)")
-    compare.add_argument("--seed", type=count, metavar="S", help="of the held-out episodes (default: A's)")
-    compare.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    compare.add_argument("b", metavar="B", help="run folder or checkpoint folder to compare with")
+    episodes = "number of episodes (default: as configured in A)"
+    compare.add_argument("--episodes", type=positive, metavar="N", help=episodes)
+    compare.add_argument("--seed", type=count, metavar="S", help="seed of the held-out episodes (default: that of A)")
+    compare.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     compare.add_argument("--world-model", action="store_true", help="compare the predictions of two world models")
     compare.add_argument("--trust", **TRUST)
     compare.set_defaults(command=_compare, takes_overrides=True)
 
 
 def _share_one_heap() -> None:
-    """By all threads of this process, also those to come; where the C library is glibc, and nobody has set it.
+    """Make all threads share one malloc arena, if the C library is glibc and MALLOC_ARENA_MAX is not set.
 
-    Each thread gets an arena of its own otherwise. The threads that draw videos and save checkpoints come and go, so
-    what one freed stays there while the next one's arena grows: in benchmarks/soak.py 24 MB more than with one arena,
-    in steps of up to 25 MB, with the same number of updates a second.
+    By default each thread gets its own arena. Threads that draw videos and save checkpoints come and go, and memory
+    that one of them freed is not used by the arena of the next: in benchmarks/soak.py that takes 24 MB more than one
+    arena, in steps of up to 25 MB. The number of updates per second is the same.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option and "MALLOC_ARENA_MAX" not in os.environ:
@@ -85,7 +88,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.gpus > 1 and "RANK" not in os.environ:
         from sparring.processes.launch import launch
 
-        return launch(arguments.gpus, arguments.words, config.rollout.watchdog_s, config.run_folder)
+        return launch(arguments.gpus, arguments.argv, config.rollout.watchdog_s, config.run_folder)
     if arguments.dry_run:
         from sparring.runs.dry_run import dry_run
 
@@ -113,7 +116,7 @@ def _train_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.runs.train_all import train_all
 
     if arguments.dry_run:
-        raise UserError("--dry-run goes with a phase; try teacher first, the others start from what it leaves")
+        raise UserError("--dry-run needs a single phase; start with teacher: student and adversarial need its run")
     output = Path(arguments.output or os.environ.get("OUTPUT_BASE") or "outputs")
     settings, resume = settings_of(arguments, overrides), arguments.resume or "auto"
     return train_all(settings, output, arguments.gpus, resume, arguments.trust)
@@ -127,12 +130,12 @@ def _evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     settings += flag_settings(arguments, {"episodes": "evaluation.episodes", "seed": "seed"})
     path = Path(arguments.json) if arguments.json else None
     if arguments.against and not arguments.world_model:
-        raise UserError("--against goes with --world-model only; leave it out")
+        raise UserError("--against needs --world-model; add it, or remove --against")
     if arguments.world_model and arguments.exploration:
-        raise UserError("--world-model is about world models, --exploration about policies; give one of them")
+        raise UserError("--world-model is for world models, --exploration for policies; give only one of them")
     of_a_policy = arguments.stochastic or arguments.both or arguments.videos
     if (arguments.world_model or arguments.exploration) and of_a_policy:
-        raise UserError("--stochastic, --both and --videos go with neither --world-model nor --exploration; omit them")
+        raise UserError("--world-model and --exploration exclude --stochastic, --both and --videos; remove those")
     kind: Any = "eval_world_model" if arguments.world_model else "eval_exploration" if arguments.exploration else "eval"
     greedy, both, against = not arguments.stochastic, arguments.both, arguments.against
     evaluate_checkpoint(arguments.path, settings, kind, path, greedy, both, arguments.videos, against)

@@ -1,4 +1,4 @@
-"""The config: sections, the tree they form, and how it is read."""
+"""The config: its sections, its schema, and reading it from files and the command line."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,6 @@ if TYPE_CHECKING:
     from sparring.config.section import Section
 
 __all__ = ["Section"]
-# folders at the end of sys.path while your.module:Class is looked for; of the command line, the one that it is given in
+# folders appended to sys.path to find your.module:Class; the command line sets it to the working directory
 IMPORTED_FROM: list[str] = []
 __getattr__, __dir__ = lazy_names("sparring.config", {"Section": "section"})

@@ -1,4 +1,4 @@
-"""`sparring config import FILE`: a config that is written as in the original projects, under our keys. Torch-free."""
+"""`sparring config import FILE`: converts a config of the original projects to the keys of this one. Torch-free."""
 
 from pathlib import Path
 
@@ -10,16 +10,16 @@ from sparring.errors import UserError
 from sparring.phases import ALIASES, CHAIN, PHASES, unknown_phase
 from sparring.policies.configs import LoraConfig
 
-Comment = tuple[Setting, str]  # a setting, and why it is written as a comment
+Comment = tuple[Setting, str]  # a setting, and why it becomes a comment
 
 
 def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list[str]]:
-    """A YAML file that loads as the original does, and what became of its keys, a line each. `phase` is what it is for
-    (`all`: the chain of teacher, student and adversarial); without it, what the file says."""
+    """The text of an equivalent YAML file, and notes on converted keys, one per line. `phase`: the phase to convert for
+    (`all`: teacher, student and adversarial); None: the phase in the file."""
     given = read_settings(file)
     if not given:
-        raise UserError(f"config file '{file}': says nothing, so there is nothing to import")
-    # a model is not made to write its config
+        raise UserError(f"config file '{file}' is empty; expected the settings to import")
+    # model_class is not imported here: no model is built
     refuse_code(None, str(file), [setting for setting in given if not setting.key.endswith("model_class")])
     asked = phase or next((setting.value for setting in reversed(given) if setting.key == "phase"), None)
     names_a_phase = any(setting.key.partition(".")[0] in CHAIN for setting in given)
@@ -30,14 +30,14 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
 
     phases = CHAIN if phase == "all" else (phase,)
     renamed = rename([setting for setting in given if setting.key != "phase"], SCHEMA, phases[0])
-    comments = [*renamed.refused, *((setting, "it is always so here") for setting in renamed.always)]
+    comments = [*renamed.refused, *((setting, "always the case here") for setting in renamed.fixed)]
     refused = [setting for setting, _ in renamed.refused]
     kept = [setting for setting in given if setting.key != "phase" and setting not in refused]
     if phase != "all":
-        comments += [(s, f"only {s.key.partition('.')[0]} reads it") for s in renamed.other_phases]
-    homeless = {each: _homeless(kept, each) for each in phases}
-    comments += _reasons(homeless)
-    settings = _merged({each: _placed(kept, homeless[each], each) for each in phases})
+        comments += [(s, f"used only by {s.key.partition('.')[0]}") for s in renamed.other_phases]
+    unmet = {each: _unmet(kept, each) for each in phases}
+    comments += _reasons(unmet)
+    settings = _merged({each: _placed(kept, unmet[each], each) for each in phases})
     if asked and phase != "all":
         settings = {"phase": Setting("phase", phase, "command line")} | settings
 
@@ -45,23 +45,24 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     notes = [f"read as: {', '.join(f'{theirs} -> {key}' for key, theirs in names.items())}"] if names else []
     on_rewards = [note for each in phases for note in rename(kept, SCHEMA, each).notes_on_rewards()]
     notes += on_rewards
-    # in the order of the file; what it says to leave out is left out
-    comments = [(s, why.removesuffix("; leave it out")) for s, why in comments]
+    # in the order of the file; "remove it" is done by this conversion
+    comments = [(s, why.removesuffix("; remove it")) for s, why in comments]
     comments.sort(key=lambda each: each[0].line or 0)
-    notes += [f"{setting.key} (from {setting.where}) is a comment now: {why}" for setting, why in comments]
+    notes += [f"{setting.key} (from {setting.where}) is now a comment: {why}" for setting, why in comments]
     also = f" and each of its phases: {', '.join(CHAIN)}" if phase == "all" else ""
     text = f"# From {Path(file).name}, by `sparring config import`. For `sparring train {phase}`{also}.\n"
     values = SCHEMA.nested(settings)
     text += "".join(f"# {note}.\n" for note in on_rewards)
     text += to_yaml(values, {key: f"was {theirs}" for key, theirs in names.items()}) if values else ""
-    text += f"# Not settings here; each with its line in {Path(file).name}, and why:\n" if comments else ""
+    text += f"# Not settings here (with the line in {Path(file).name}, and the reason):\n" if comments else ""
     for setting, why in comments:
         value = "" if setting.key.endswith("...") else f": {value_text(setting.value)}"
         text += f"#   {value_text(setting.key)}{value}  (line {setting.line}: {why})\n"
     return text, notes
 
 
-def _homeless(kept: list[Setting], phase: str) -> list[Comment]:
+def _unmet(kept: list[Setting], phase: str) -> list[Comment]:
+    """The settings whose key needs another setting, and which one."""
     renamed = rename(kept, SCHEMA, phase)
     schema, given = renamed.schema, {s.key: s.value for s in renamed.settings}
     keys = schema.keys(schema.classes(renamed.settings))
@@ -82,28 +83,28 @@ def _homeless(kept: list[Setting], phase: str) -> list[Comment]:
     return found
 
 
-def _reasons(homeless: dict[str, list[Comment]]) -> list[Comment]:
+def _reasons(unmet: dict[str, list[Comment]]) -> list[Comment]:
     found: dict[str, tuple[Setting, dict[str, list[str]]]] = {}
-    for phase, waiting in homeless.items():
-        for setting, why in waiting:
+    for phase, comments in unmet.items():
+        for setting, why in comments:
             found.setdefault(setting.key, (setting, {}))[1].setdefault(why, []).append(phase)
-    template = "in {0} it {1}" if len(homeless) > 1 else "it {1}"
+    template = "in {0} it {1}" if len(unmet) > 1 else "it {1}"
     return [
         (setting, "; ".join(template.format(" and ".join(phases), why) for why, phases in reasons.items()))
         for setting, reasons in found.values()
     ]
 
 
-def _placed(kept: list[Setting], homeless: list[Comment], phase: str) -> dict[str, Setting]:
-    waiting = [id(setting) for setting, _ in homeless]
-    kept = [setting for setting in kept if id(setting) not in waiting]
+def _placed(kept: list[Setting], unmet: list[Comment], phase: str) -> dict[str, Setting]:
+    dropped = [id(setting) for setting, _ in unmet]
+    kept = [setting for setting in kept if id(setting) not in dropped]
     load_config(None, kept, phase, inherit=False, to_run=False)
     renamed = rename(kept, SCHEMA, phase)
     return renamed.schema.place(renamed.settings, renamed.schema.classes(renamed.settings), [])
 
 
 def _merged(placed: dict[str, dict[str, Setting]]) -> dict[str, Setting]:
-    """What all phases agree on stands alone, the rest as `<phase>.<key>`."""
+    """Keys with equal values in all phases as `<key>`, the others as `<phase>.<key>`."""
     merged: dict[str, Setting] = {}
     for phase, settings in placed.items():
         for key, setting in settings.items():

@@ -1,5 +1,5 @@
-"""Settings below those given: defaults of the phase, and what comes with the runs a run starts from: the policy with
-`pretrained`, the env with `imitate.demos`, the world model with `student.teacher` and `rollout.imagined`, both with
+"""Settings below the given ones: phase defaults, and settings inherited from other runs: the policy from `pretrained`,
+the env from `imitate.demos`, the world model from `student.teacher` and `rollout.imagined`, policy and world model from
 `adversarial.*`."""
 
 import hashlib
@@ -18,30 +18,30 @@ USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
 _PLAYGROUND = {
     "env.task": ["explore"],
     "env.cameras": ["head", "wrist"],
-    "env.object_state": "hidden",  # what a camera does not show must be remembered, not read from the state
-    "rollout.action_steps": 4,  # a decision lasts 160 ms: long enough for something to change
+    "env.object_state": "hidden",  # objects out of view must be remembered, not read from the state
+    "rollout.action_steps": 4,  # a decision lasts 160 ms, so that frames differ
 }
-# two episodes of each robot, and noise that lasts for an episode
+# rollouts of two episodes per robot; the noise is drawn once per episode
 _EXPLORER = _PLAYGROUND | {"rollout.steps": 50, "policy.distribution": "gsde", "policy.sde_sample_freq": 25}
 _EXPLORER |= {"policy.init_std": 0.3, "ppo.gamma": 0.99, "ppo.policy_lr": 5e-4, "ppo.critic_lr": 1e-3}
 _EXPLORER |= {"ppo.mini_batch_size": 200, "ppo.ppo_epochs": 4, "ppo.target_kl": 0.05}
-_EXPLORER["ppo.value_loss_coef"] = 0.02  # more of it saturates the shared encoder
+_EXPLORER["ppo.value_loss_coef"] = 0.02  # larger values saturate the shared encoder
 # phase -> dotted key -> value, above the defaults of the sections; those of `env` are for the built-in arm
 PHASE_DEFAULTS = {
     "teacher": _PLAYGROUND | {"rollout.steps": 25, "training.log_every": 5, "training.save_every": 20},
     "student": _EXPLORER,
     "adversarial": _EXPLORER | {"training.log_every": 5, "training.save_every": 10},
 }
-# finetune with `pretrained`: algorithm -> key of its section -> value; a skill that is there is soon unlearned
+# finetune with `pretrained`: algorithm -> key of its section -> value; small steps keep the pretrained skill
 _CAREFUL = {"policy_lr": 1e-4, "target_kl": 0.05}
-# the critic of ppo knows nothing yet, and may learn faster
+# the critic of ppo is untrained and may learn faster
 _OF_PRETRAINED = {"ppo": _CAREFUL | {"critic_lr": 1e-3, "critic_warmup_updates": 3}, "grpo": _CAREFUL}
-# env settings about how a run is made, not about what a policy sees and does
+# env settings that change neither observations nor actions: they are not inherited
 _OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
 
-# how far a run goes: it may be taken further
+# the length of a run; a resumed run may have other limits
 LIMITS = ("training.total_timesteps", "training.num_episodes", "training.iterations")
-# settings that say where, how often or how loudly, not what is trained
+# settings that do not change training; a resumed run may have other values
 FREE_TO_DIFFER = (
     *("resume", "output", "device", "threads", "logging.", "evaluation.", "rollout.watchdog_s"),
     *("rollout.render_episodes", "training.save_every", "training.log_every", "training.keep_checkpoints"),
@@ -59,7 +59,7 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
         careful = _OF_PRETRAINED.get(name, {}) if phase == "finetune" else {}
         inherited += [Setting(f"{name}.{key}", value, source) for key, value in careful.items()]
     if phase == "imitate":
-        inherited += _of_demonstrations(given)  # in the env that was recorded, whatever `pretrained` was trained in
+        inherited += _of_demonstrations(given)  # the env of the demonstrations overrides that of `pretrained`
     explores = phase in ("student", "adversarial")
     for key in [f"{phase}.teacher", "rollout.imagined"] if explores else ["rollout.imagined"]:
         if isinstance(given.get(key), str):
@@ -70,28 +70,28 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
 
 
 def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *keys: str) -> list[Setting]:
-    """What the config of a checkpoint says about `sections`, `keys` and how long decisions last; weights have none."""
+    """`sections`, `keys` and the length of decisions from the config of a checkpoint; a weights file has no config."""
     from sparring.runs.checkpoint import find_checkpoint
     from sparring.runs.fits import other_origin
 
     path = given[key]
-    folder, saved = (None, []) if os.path.exists(path) else _of_the_run_itself(key, given)
+    folder, saved = (None, []) if os.path.exists(path) else _of_resumed_run(key, given)
     if folder is None:
         try:
             found = find_checkpoint(path)
-        except OSError as error:  # a name that is too long, a folder that may not be read
+        except OSError as error:  # e.g. a name that is too long, or no permission
             raise UserError(f"{key} = '{shortened(path)}': cannot be read ({error.strerror})") from None
         folder = found.parent if found.is_file() else found
         saved = read_settings(folder / "config.yaml") if (folder / "config.yaml").is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
-        # before its env is found not to fit
+        # first: this reason explains more than an env that does not match
         if trained and "world_model" in sections and (other := other_origin("world_model", trained)):
             raise UserError(f"{key} = '{path}': {other}")
     method = next((s.value for s in saved if s.key == "policy.method"), None)
     if given.get("policy.method", method) != method:
         saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_A_METHOD]]
     names = {s.key: s.value for s in saved if s.key in [f"{section}.name" for section in sections]}
-    # another kind of env or network has other settings; whether it fits is found out when weights are loaded
+    # another kind of env or network has other settings; loading the weights checks whether they fit
     same = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
     wanted = (*same, "rollout.action_steps", *keys)
     saved = [s for s in saved if s.key.startswith(wanted) and s.key not in _OF_THE_RUN]
@@ -99,7 +99,7 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
     return [Setting(s.key, s.value, f"{key}={path}") for s in saved]
 
 
-def _of_the_run_itself(key: str, given: dict[str, Any]) -> tuple[Path | None, list[Setting]]:
+def _of_resumed_run(key: str, given: dict[str, Any]) -> tuple[Path | None, list[Setting]]:
     """The newest checkpoint of a run that started from `given[key]` and is resumed, and its config."""
     from sparring.config.schema import Config
     from sparring.runs.checkpoint import newest_whole
@@ -112,7 +112,7 @@ def _of_the_run_itself(key: str, given: dict[str, Any]) -> tuple[Path | None, li
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
-    """The env that the first dataset was recorded in, with the tasks of all of them; nothing of others' datasets."""
+    """The env of the first dataset with the tasks of all datasets; empty for datasets that sparring did not record."""
     demos = given.get("imitate.demos")
     folders = [demos] if isinstance(demos, str) else demos if isinstance(demos, (list, tuple)) else []
     files = [Path(path) / "meta/sparring.json" for path in folders if isinstance(path, str)]
@@ -140,6 +140,6 @@ def _recorded_env(file: Path) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError) as error:
         why = str(error)
     except (KeyError, TypeError, RecursionError):
-        why = "it does not say env.name and env.task"
-    mend = "copy the dataset again, or delete this file and say with env.* what the demonstrations were recorded in"
-    raise DatasetError(f"'{file}' cannot be read ({why}); {mend}")
+        why = "env.name or env.task is missing"
+    advice = "copy the dataset again, or delete this file and set env.* to the env of the demonstrations"
+    raise DatasetError(f"'{file}' cannot be read ({why}); {advice}")

@@ -1,5 +1,5 @@
-"""Keys of the original projects: their names here, and how settings are renamed. A key that ends with a dot stands for
-all below it; docs/from-the-originals.md says where each key is from. Torch-free."""
+"""Keys of the original projects: their names here, and renaming of settings. A key that ends with a dot stands for all
+keys below it. docs/from-the-originals.md lists the source of each key. Torch-free."""
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -17,15 +17,15 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in text.split())
 
 
-_PPO_WORDS = _pairs("""
+_PPO_SYNONYMS = _pairs("""
 learning_rate=policy_lr value_lr=critic_lr n_epochs=ppo_epochs batch_size=mini_batch_size clip_coef=clip_ratio
 clip_epsilon=clip_ratio clip_range=clip_ratio ent_coef=entropy_coef vf_coef=value_loss_coef
 value_coef=value_loss_coef critic_warmup_rollouts=critic_warmup_updates
 """)
-_PPO_NAMES = {name: name for name in PPOConfig.model_fields} | _PPO_WORDS
+_PPO_NAMES = {name: name for name in PPOConfig.model_fields} | _PPO_SYNONYMS
 _LORA = _pairs("r=lora_r lora_alpha=lora_alpha lora_dropout=lora_dropout target_modules=lora_targets")
 _LORA |= {"modules_to_save": "modules_to_save"}
-# theirs -> ours; `rewards=original` is a preset, and pydantic keeps the name `model_config` to itself
+# original key -> our key; `rewards=original` is a preset, and pydantic reserves the name `model_config`
 ALIASES = _pairs("""
 task_name=env.task cameras=env.cameras pretrained_policy_path=pretrained output_dir=output
 teacher_checkpoint=student.teacher teacher_path=student.teacher rewards=rewards.name num_envs=rollout.n_envs
@@ -61,9 +61,9 @@ ALIASES |= {
         for theirs, ours in _PPO_NAMES.items()
     },
     **{f"rl_training.rollout_collector.{key}": f"rollout.{key}" for key in RolloutConfig.model_fields},
-    # `<phase>.<any of our keys>` is for that phase alone, and wins over what is for all
+    # `<phase>.<any of our keys>` is for that phase only, and overrides the key for all phases
     **{f"{phase}.output_dir": f"{phase}.output" for phase in CHAIN},
-    **{f"{phase}.ppo.{theirs}": f"{phase}.ppo.{ours}" for phase in CHAIN for theirs, ours in _PPO_WORDS.items()},
+    **{f"{phase}.ppo.{theirs}": f"{phase}.ppo.{ours}" for phase in CHAIN for theirs, ours in _PPO_SYNONYMS.items()},
     **_pairs("""
     student.rewards.memory_divergence_weight=student.rewards.memory_divergence
     student.rewards.wm_uncertainty_weight=student.rewards.prediction_error
@@ -71,14 +71,14 @@ ALIASES |= {
     adversarial.explorer_lr=adversarial.ppo.policy_lr adversarial.entropy_weight=adversarial.ppo.entropy_coef
     """),
 }
-# words that mean something else with grpo
+# keys with another meaning for grpo
 _GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
 _GRPO_ALIASES = {
     alias: _GRPO_NAMES[key]
     for alias, key in ALIASES.items()
     if key in _GRPO_NAMES and not alias.startswith("rl_training.ppo_trainer.")
 }
-# words that mean something else where there is no RL
+# keys with another meaning in phases without RL
 PHASE_ALIASES = {
     phase: {
         f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
@@ -90,11 +90,11 @@ PHASE_ALIASES["adversarial"] |= {
 }
 PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
 
-# what the originals reward an explorer for, and the sections that only those of them with phases have
+# the reward terms of an explorer in the originals; the sections that only configs with phases have there
 _ORIGINAL_TERMS = ("rewards.memory_divergence", "rewards.prediction_error")
 _PHASED = ("model.", *(f"{phase}." for phase in CHAIN))
 
-# theirs, true or false -> our key, whose list has this word where it is true
+# original flag -> our key, and the entry of its list that the flag turns on
 LISTED = {
     "environment.camera.collect_head_camera": ("env.cameras", "head"),
     "environment.camera.collect_wrist_camera": ("env.cameras", "wrist"),
@@ -104,109 +104,109 @@ LISTED = {
     "environment.domain_randomization.cluttered_table": ("env.domain_randomization", "clutter"),
 }
 
-# keys of theirs: why they mean nothing here, and what to do
+# original keys: why they are not supported, and what to set instead
 _REASONS = """\
-debug: say logging.console_level=DEBUG instead
-model.config_file: describes F1's network; say policy.name and policy.model_path, or world_model.trunk
-model.lora.bias: adapters leave biases as they are; leave it out
-model.lora.task_type: adapters are the same for every task; leave it out
-environment.need_plan environment.need_planner environment.need_topp: no planner is ever loaded; leave it out
-environment.embodiment: env.task decides which robot there is; leave it out
-environment.single_arm: env.task decides how many arms there are; leave it out
+debug: set logging.console_level=DEBUG instead
+model.config_file: describes F1's network; set policy.name and policy.model_path, or world_model.trunk
+model.lora.bias: adapters never change biases; remove it
+model.lora.task_type: adapters are the same for every task; remove it
+environment.need_plan environment.need_planner environment.need_topp: no planner is ever loaded; remove it
+environment.embodiment: env.task determines the robot; remove it
+environment.single_arm: env.task determines the number of arms; remove it
 environment.scene_reset_interval environment.randomize_robot_init environment.num_objects: \
-env.task decides what is on the table, anew in each episode; leave it out
-environment.delta_qpos_scale: steps are scaled by env.action_scale, which multiplies the robot's own; say that
-environment.render_mode: cameras are drawn in one way; leave it out
-environment.camera.: cameras are named in env.cameras and have env.image_size pixels a side; say that
-environment.data_type.: states and pictures are always there; leave it out
-training.weight_decay: only imitate.weight_decay exists; leave it out
-training.gradient_accumulation_steps: say ppo.micro_batch_size, how many decisions fit into memory at once
-training.scheduler.: learning rates fall to 0 over the whole run; leave it out
-training.n_pred_img_steps: a world model foretells the next frame; leave it out
-training.memory_backprop: gradients always pass through training.bptt_length decisions; leave it out
+env.task determines the objects, and every episode draws new start states; remove it
+environment.delta_qpos_scale: set env.action_scale, a factor of the robot's own scale
+environment.render_mode: there is only one renderer of camera images; remove it
+environment.camera.: set env.cameras (names) and env.image_size (pixels)
+environment.data_type.: states and images are always recorded; remove it
+training.weight_decay: only imitate.weight_decay exists; remove it
+training.gradient_accumulation_steps: set ppo.micro_batch_size, the decisions per backward pass
+training.scheduler.: learning rates decay to 0 over the whole run; remove it
+training.n_pred_img_steps: a world model predicts the next frame only; remove it
+training.memory_backprop: gradients always pass through training.bptt_length decisions; remove it
 training.action_bounds.: actions are within -1 and 1; scale them by env.action_scale
-training.video_save_every: videos come with checkpoints: say training.save_every
-training.sample_save_every: samples come with metrics: say training.log_every
-adversarial.buffer_size: episodes are kept on disk: say adversarial.max_gb
-adversarial.adversarial_weight: what the explorer is paid for has weights of its own: say rewards.*
-adversarial.explorer.: the explorer is the policy: say policy.*
-trainer.exp_name: a run is called what its folder is called: say output
-trainer.gym_config: an env is described by env.*: say env.name and what it takes
-trainer.headless: nothing opens a window; leave it out
-trainer.enable_rt: there is no ray tracing; leave it out
-trainer.gpu_id: say device=cuda:<index>
-trainer.enable_eval: every run ends with an evaluation; say evaluation.every for more of them
-trainer.num_eval_envs: how many robots evaluate is not a setting; leave it out
-trainer.eval_freq rl_training.eval_interval: say evaluation.every, in updates
-trainer.save_freq rl_training.save_interval: say training.save_every, in updates
-trainer.model_type: say policy.name
-trainer.events.: videos are recorded by rollout.render_episodes; say that
-algorithm.cfg.rollout_time_first: the order of a rollout is not a setting; leave it out
-policy.actor. policy.critic.: actor and critic are MLPs: say policy.hidden and policy.activation
-rl_training.warmup_steps: say ppo.warmup_updates, in updates
-rl_training.log_interval: say training.log_every, in updates
+training.video_save_every: videos are saved with checkpoints: set training.save_every
+training.sample_save_every: samples are saved with metrics: set training.log_every
+adversarial.buffer_size: episodes are stored on disk: set adversarial.max_gb
+adversarial.adversarial_weight: each reward term of the explorer has a weight: set rewards.*
+adversarial.explorer.: the explorer is the policy: set policy.*
+trainer.exp_name: the name of a run is that of its folder: set output
+trainer.gym_config: env.* describes the env: set env.name and its settings
+trainer.headless: nothing opens a window; remove it
+trainer.enable_rt: there is no ray tracing; remove it
+trainer.gpu_id: set device=cuda:<index>
+trainer.enable_eval: every run ends with an evaluation; set evaluation.every for more of them
+trainer.num_eval_envs: the number of robots of an evaluation is not a setting; remove it
+trainer.eval_freq rl_training.eval_interval: set evaluation.every, in updates
+trainer.save_freq rl_training.save_interval: set training.save_every, in updates
+trainer.model_type: set policy.name
+trainer.events.: videos are recorded by rollout.render_episodes; set that
+algorithm.cfg.rollout_time_first: the order of a rollout is not a setting; remove it
+policy.actor. policy.critic.: actor and critic are MLPs: set policy.hidden and policy.activation
+rl_training.warmup_steps: set ppo.warmup_updates, in updates
+rl_training.log_interval: set training.log_every, in updates
 trainer.use_wandb logging.use_wandb wandb. logging.wandb.: \
-say logging.mode=online or offline, logging.project, logging.name
+set logging.mode=online or offline, logging.project, logging.name
 trainer.use_swanlab logging.use_swanlab swanlab. logging.swanlab. trainer.swanlab_project_name: \
-there are TensorBoard and W&B: say logging.tensorboard=true, or logging.mode=online
+SwanLab is not supported: set logging.tensorboard=true, or logging.mode=online for W&B
 logging.entity logging.tags logging.id logging.group logging.resume: \
-W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder keeps its id; leave it out
+W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder stores its id; remove it
 """
-_BY_PHASE = "the phase decides what learns and who acts; leave it out"
+_BY_PHASE = "the phase determines what learns and which policy acts; remove it"
 _OF_A_PHASE = ("exploration_type", "train_world_model", "train_action_head", "freeze_vision_encoder")
 _EXPLAINED = [line.split(": ", 1) for line in _REASONS.splitlines()]
-WITHOUT_MEANING = {key: reason for keys, reason in _EXPLAINED for key in keys.split()}
-WITHOUT_MEANING |= {f"{phase}.{key}": _BY_PHASE for phase in CHAIN for key in _OF_A_PHASE}
-# keys without a meaning that ask for what is so anyway; with any other value they are refused
-SO_ANYWAY: dict[str, Any] = {"model.lora.bias": "none", "model.lora.task_type": "CAUSAL_LM"}
-SO_ANYWAY |= dict.fromkeys(["debug", "trainer.enable_rt", "trainer.use_wandb", "trainer.use_swanlab"], False)
-SO_ANYWAY |= dict.fromkeys(["logging.use_wandb", "logging.use_swanlab"], False)
-SO_ANYWAY |= {f"environment.{key}": False for key in ("need_plan", "need_planner", "need_topp")}
-SO_ANYWAY |= {f"environment.data_type.collect_{what}": True for what in ("rgb", "qpos", "endpose")}
-SO_ANYWAY |= dict.fromkeys(["training.memory_backprop", "trainer.headless", "trainer.enable_eval"], True)
-SO_ANYWAY |= {"training.n_pred_img_steps": 1, "training.action_bounds.low": -1, "training.action_bounds.high": 1}
-SO_ANYWAY |= {"teacher.exploration_type": "random", "student.exploration_type": "policy"}
-SO_ANYWAY |= {f"{phase}.train_world_model": phase != "student" for phase in CHAIN}
-SO_ANYWAY |= {f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN}
-SO_ANYWAY |= dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp")
+UNSUPPORTED = {key: reason for keys, reason in _EXPLAINED for key in keys.split()}
+UNSUPPORTED |= {f"{phase}.{key}": _BY_PHASE for phase in CHAIN for key in _OF_A_PHASE}
+# unsupported keys -> the value that is always in effect here; any other value is refused
+FIXED_VALUES: dict[str, Any] = {"model.lora.bias": "none", "model.lora.task_type": "CAUSAL_LM"}
+FIXED_VALUES |= dict.fromkeys(["debug", "trainer.enable_rt", "trainer.use_wandb", "trainer.use_swanlab"], False)
+FIXED_VALUES |= dict.fromkeys(["logging.use_wandb", "logging.use_swanlab"], False)
+FIXED_VALUES |= {f"environment.{key}": False for key in ("need_plan", "need_planner", "need_topp")}
+FIXED_VALUES |= {f"environment.data_type.collect_{what}": True for what in ("rgb", "qpos", "endpose")}
+FIXED_VALUES |= dict.fromkeys(["training.memory_backprop", "trainer.headless", "trainer.enable_eval"], True)
+FIXED_VALUES |= {"training.n_pred_img_steps": 1, "training.action_bounds.low": -1, "training.action_bounds.high": 1}
+FIXED_VALUES |= {"teacher.exploration_type": "random", "student.exploration_type": "policy"}
+FIXED_VALUES |= {f"{phase}.train_world_model": phase != "student" for phase in CHAIN}
+FIXED_VALUES |= {f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN}
+FIXED_VALUES |= dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp")
 
 
 @dataclass(frozen=True)
 class _Renamed:
-    """Settings under our keys, as their phase reads them, and what became of the others."""
+    """Settings under our keys, as their phase reads them, and the settings that were not renamed."""
 
     phase: str
     schema: Schema  # with the aliases of this phase
     settings: list[Setting] = field(default_factory=list)
-    keys: dict[str, str] = field(default_factory=dict)  # theirs -> ours
-    always: list[Setting] = field(default_factory=list)  # what they ask for is so in any case
+    keys: dict[str, str] = field(default_factory=dict)  # original key -> our key
+    fixed: list[Setting] = field(default_factory=list)  # with values of FIXED_VALUES
     other_phases: list[Setting] = field(default_factory=list)
-    # among `settings`, those that ask for what cannot be had here, and why
+    # those among `settings` that are not supported here, and why
     refused: list[tuple[Setting, str]] = field(default_factory=list)
-    # among `settings`, those that nobody wrote: what the originals reward an explorer for
+    # those among `settings` that are not in the file: reward terms of an explorer in the originals
     implied: list[Setting] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         lines = {
             "read as": [f"{theirs} -> {ours}" for theirs, ours in self.keys.items()],
-            "so here anyway": [f"{s.key}={value_text(s.value)}" for s in self.always],
-            "for other phases, not read in this one": [s.key for s in self.other_phases],
+            "always the case here": [f"{s.key}={value_text(s.value)}" for s in self.fixed],
+            "for other phases, not used in this one": [s.key for s in self.other_phases],
         }
-        return [f"{what}: {', '.join(words)}" for what, words in lines.items() if words] + self.notes_on_rewards()
+        return [f"{title}: {', '.join(keys)}" for title, keys in lines.items() if keys] + self.notes_on_rewards()
 
     def notes_on_rewards(self) -> list[str]:
         if not self.implied:
             return []
         given = ", ".join(f"{setting.key}={value_text(setting.value)}" for setting in self.implied)
-        others = "rewards that are not named have the weights of rewards=original"
-        differs = "other than there, a term is normalised by its running mean and deviation before its weight counts"
-        return [f"{self.phase} is rewarded as in the originals: {given}; {others}; {differs}"]
+        others = "other reward terms have the weights of rewards=original"
+        differs = "unlike there, terms are normalised by their running mean and standard deviation before weighting"
+        return [f"{self.phase} has the rewards of the originals: {given}; {others}; {differs}"]
 
 
 def rename(settings: list[Setting], schema: Schema, phase: str | None = None) -> _Renamed:
-    """Settings under our keys: each is renamed, asks for what is so anyway, is for another phase, or is left for the
-    schema to refuse. `<phase>.<key of any section>` is for that phase alone, and wins over what the same file says for
-    all. `phase`: the one to read them for; None: what they say themselves."""
+    """Settings under our keys: each is renamed, has a fixed value, is for another phase, or is left for the schema to
+    refuse. `<phase>.<key of any section>` is for that phase only and overrides the key for all phases in the same file.
+    `phase`: the phase to read them for; None: the one that they set."""
     phase = phase or next((s.value for s in reversed(settings) if s.key == "phase"), None)
     phase = phases.ALIASES.get(phase, phase) if isinstance(phase, str) else "finetune"
     named = ("algorithm", "algorithm.name", f"{phase}.algorithm")
@@ -219,10 +219,10 @@ def rename(settings: list[Setting], schema: Schema, phase: str | None = None) ->
         for setting in group:
             if setting.key not in schema.root.model_fields and setting.value in (None, {}) and _example(setting.key):
                 continue
-            if _is_always_so(setting):
-                renamed.always.append(setting)
+            if _asks_for_fixed_value(setting):
+                renamed.fixed.append(setting)
                 continue
-            if why := _without_meaning(setting):
+            if why := _why_unsupported(setting):
                 renamed.refused.append((setting, why))
             owner, key = _owner(setting.key, schema)
             key = _of_own_term(key)
@@ -237,42 +237,42 @@ def rename(settings: list[Setting], schema: Schema, phase: str | None = None) ->
                 ours = replace(setting, key=key, written=setting.as_written)
                 if (key, setting.value) == ("env.task", "random_exploration"):
                     ours = replace(ours, value="explore")
-                # another source: it may say again what is said for all phases
-                alone: dict[str, Any] = {"source": f"{setting.where}, for {phase}", "line": None} if owner else {}
-                (own if owner else common).append(replace(ours, **alone))
+                # its own source: a key for all phases and the same key for one phase may both be given
+                own_source: dict[str, Any] = {"source": f"{setting.where}, for {phase}", "line": None} if owner else {}
+                (own if owner else common).append(replace(ours, **own_source))
             if key not in (setting.key, _of_own_term(setting.key)):
                 renamed.keys[setting.key] = key
             if phase == "finetune" and (setting.key, setting.value) == ("trainer.buffer_type", "vla"):
-                # it means more than the buffer; first, and of another source: what the same file says of it wins
+                # it sets the mode, too; inserted first and with its own source, so that rollout.mode in the file wins
                 written = f"{setting.as_written}=vla"
                 common.insert(0, Setting("rollout.mode", "async", setting.where, written=written))
                 renamed.keys["trainer.buffer_type=vla"] = "rollout.mode=async"
         for number, place in enumerate(common):
             if place.key in flags and place.written is None:
                 given = flags[place.key]
-                words = [LISTED[flag.key][1] for flag in given if flag.value]
-                common[number] = replace(place, value=words, written=", ".join(flag.key for flag in given))
+                entries = [LISTED[flag.key][1] for flag in given if flag.value]
+                common[number] = replace(place, value=entries, written=", ".join(flag.key for flag in given))
         renamed.settings.extend(common + own)
     renamed.implied.extend(_original_rewards(settings, renamed))
-    # first: what is given wins
+    # first, so that given settings override them
     renamed.settings[:0] = renamed.implied
     return renamed
 
 
 def why_not(key: str, value: Any) -> str | None:
-    """Why a key of the originals means nothing here, and what to do; None for any other key."""
+    """Why a key of the originals is not supported, and what to do; None for any other key."""
     if key.endswith("..."):
-        return "stands for settings that are not shown; leave it out, or write them"
+        return "stands for omitted settings; write them, or remove it"
     reason = _reason(key)
     example = None if reason else _example(key)
     return f"expected keys with values below it, e.g. {example}, not {value_text(value)}" if example else reason
 
 
 def _original_rewards(settings: list[Setting], renamed: _Renamed) -> list[Setting]:
-    """What a config of the originals (not a command line with a key of theirs) means for the rewards: their set and
-    formula. Where it weighs some of their terms for this phase, the others are 0; without, phase 3 is paid for wrong
-    predictions alone."""
-    # keys that only configs of the originals with teacher, student and adversarial have
+    """The reward settings implied by a config file of the originals (not by single keys on the command line): their set
+    of terms and their formula. If it weights some of the terms for this phase, the others get weight 0; otherwise the
+    only term of `adversarial` is the prediction error."""
+    # keys that occur only in configs of the originals with teacher, student and adversarial
     theirs = [s for s in settings if s.key.startswith(_PHASED) and (s.key in ALIASES or _reason(s.key))]
     source = next((s.source for s in theirs if s.source != "command line"), None)
     given = {setting.key for setting in renamed.settings}
@@ -286,10 +286,10 @@ def _original_rewards(settings: list[Setting], renamed: _Renamed) -> list[Settin
     return [Setting(key, value, f"{source}, as in the originals") for key, value in implied.items()]
 
 
-def _without_meaning(setting: Setting) -> str | None:
+def _why_unsupported(setting: Setting) -> str | None:
     if setting.key.endswith("..."):
         return why_not(setting.key, setting.value)
-    has_place = setting.key in ALIASES or setting.key in LISTED or _is_always_so(setting)
+    has_place = setting.key in ALIASES or setting.key in LISTED or _asks_for_fixed_value(setting)
     return None if has_place else _reason(setting.key)
 
 
@@ -313,19 +313,19 @@ def _of_own_term(key: str) -> str:
     return f"rewards.terms.{rest}" if rest != key and ":" in rest and not rest.startswith("terms.") else key
 
 
-def _is_always_so(setting: Setting) -> bool:
-    if setting.key not in SO_ANYWAY:
+def _asks_for_fixed_value(setting: Setting) -> bool:
+    if setting.key not in FIXED_VALUES:
         return False
     value = setting.value
-    whole = repr(int(value)) if isinstance(value, float) and value.is_integer() else ""
-    return repr(SO_ANYWAY[setting.key]) in (repr(value), whole)  # by repr: 1 == True
+    integer = repr(int(value)) if isinstance(value, float) and value.is_integer() else ""
+    return repr(FIXED_VALUES[setting.key]) in (repr(value), integer)  # by repr: 1 == True
 
 
 def _example(key: str) -> str | None:
-    known = (*ALIASES, *LISTED, *WITHOUT_MEANING)
+    known = (*ALIASES, *LISTED, *UNSUPPORTED)
     return None if key in known else next((k for k in known if k.startswith(f"{key}.") and not k.endswith(".")), None)
 
 
 def _reason(key: str) -> str | None:
-    beginnings = [k for k in WITHOUT_MEANING if k.endswith(".") and key.startswith(k)]
-    return WITHOUT_MEANING.get(key) or (WITHOUT_MEANING[max(beginnings, key=len)] if beginnings else None)
+    beginnings = [k for k in UNSUPPORTED if k.endswith(".") and key.startswith(k)]
+    return UNSUPPORTED.get(key) or (UNSUPPORTED[max(beginnings, key=len)] if beginnings else None)

@@ -1,4 +1,4 @@
-"""From a name in a config to the thing itself: "ppo" or "my.module:Class"."""
+"""Imports the class or function that a config names: "ppo" or "my.module:Class"."""
 
 import difflib
 import importlib
@@ -19,50 +19,50 @@ from sparring.errors import UserError, describe_error
 def resolve(name: str, known: dict[str, str], kind: str) -> Any:
     if name not in known and known and ":" not in name:
         choices = f"known: {', '.join(known)}, or your.module:Class"
-        raise UserError(f"no {kind} is called '{name}'{_nearest(name, known)}; {choices}")
+        raise UserError(f"unknown {kind} '{name}'{_nearest(name, known)}; {choices}")
     path = known.get(name, name)
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
-        raise UserError(f"{kind} '{path}': is no import path; expected your.module:Class")
+        raise UserError(f"{kind} '{path}' is not an import path; expected your.module:Class")
     module = import_module(module_name, f"{kind} '{path}'")
     if not hasattr(module, attribute):
         near = _nearest(attribute, dir(module))
         raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{near}")
     found = getattr(module, attribute)
-    # what is called with settings of a file is made to be: os:system is not
+    # a config may call classes and Python functions only, not e.g. os:system
     if path not in known.values() and not (isinstance(found, type) or inspect.isfunction(found)):
-        expected = "expected a function written in Python, or a class"
-        raise UserError(f"{kind} '{path}': is a {type(found).__name__}; {expected}")
+        expected = "expected a class, or a function written in Python"
+        raise UserError(f"{kind} '{path}' is a {type(found).__name__}; {expected}")
     return found
 
 
 def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: str | None = None) -> Any:
-    """`Class(section, *runtime)`; `section.name`, or `name`, chooses the class among `known`: `build(config.policy,
-    POLICIES, env.spec, chunk, kind="policy")`."""
+    """`Class(section, *runtime)`; `name` (default: `section.name`) selects the class from `known`. Example:
+    `build(config.policy, POLICIES, env.spec, chunk, kind="policy")`."""
     return resolve(name or section.name, known, kind)(section, *runtime)
 
 
-def import_module(name: str, asked_by: str, or_else: str = "") -> ModuleType:
-    """`or_else`: what to do about a missing module beside looking where it is."""
+def import_module(name: str, owner: str, advice: str = "") -> ModuleType:
+    """Import a module. For errors: `owner` names it, and `advice` is what else to do if the module is missing."""
     here = [] if f"{name}.".startswith("sparring.") else [place for place in IMPORTED_FROM if not _holds_results(place)]
-    # last, where it cannot stand in for what is installed; to stay, for what the module imports later
+    # appended, so that it cannot hide installed modules; kept, because the module may import more later
     sys.path += [place for place in here if place not in sys.path]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         hint = f"'{name}' itself needs '{error.name}', which is not installed"
         if f"{name}.".startswith(f"{error.name}."):
-            more = f" Else: {or_else}" if or_else else _nearest_module(str(error.name))
-            # in a folder of results lies what its author put there
-            where = "on PYTHONPATH? (In a folder of a run nothing is looked for.)"
+            more = f" Otherwise: {advice}" if advice else _nearest_module(str(error.name))
+            # modules are not imported from a folder of results, which may be another user's
+            where = "on PYTHONPATH? (Modules in a run folder are not imported.)"
             hint = f"is it {'in this folder or on PYTHONPATH?' if here or not IMPORTED_FROM else where}{more}"
-        raise UserError(f"{asked_by}: no module '{error.name}'; {hint}") from None
+        raise UserError(f"{owner}: no module '{error.name}'; {hint}") from None
     except Exception as error:
-        raise UserError(f"{asked_by}: importing '{name}' failed: {describe_error(error)}") from error
+        raise UserError(f"{owner}: importing '{name}' failed: {describe_error(error)}") from error
 
 
 def config_class(cls: Any, kind: str) -> type[Section]:
-    """The config that a class reads: the annotation of its first parameter."""
+    """The config class of a class: the annotation of its first parameter."""
     if not isinstance(cls, type):
         raise UserError(f"{kind} {cls!r} is not a class; expected your.module:Class")
     where = f"{kind} '{cls.__module__}:{cls.__name__}'"
@@ -83,7 +83,7 @@ def config_class(cls: Any, kind: str) -> type[Section]:
 
 
 def _holds_results(folder: str) -> bool:
-    """A run, a checkpoint or a dataset."""
+    """Whether this is a run, a checkpoint or a dataset."""
     patterns = ("manifest.json", "status.json", "spec.json", "meta/info.json", "checkpoint-*")
     return any(True for pattern in patterns for _ in Path(folder).glob(pattern))
 

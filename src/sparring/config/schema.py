@@ -1,4 +1,4 @@
-"""The config of a run: its sections, and the passes that make it of settings."""
+"""The config of a run: its sections, and how it is built from settings."""
 
 import os
 from functools import partial
@@ -42,27 +42,27 @@ def _known_device(name: str) -> str:
 
 
 if TYPE_CHECKING:
-    _Chosen = Any  # its class, and so its keys, depend on a name in the config
+    _Chosen = Any  # a section whose class, and therefore keys, depend on a name in the config
 else:
     _Chosen = SerializeAsAny[Section]
 
 
 class _NoConfig(Section):
-    """Of an algorithm of your own (algorithm=your.module:Class); the built-in ones have sections by their names."""
+    """Settings of algorithm=your.module:Class; each built-in algorithm has a section with its name."""
 
 
 class Config(Section):
-    """A run."""
+    """The config of a run."""
 
-    phase: Annotated[str, AfterValidator(_known_phase)] = Field("finetune", description="stage of training")
-    algorithm: str = Field("ppo", description="what updates the policy: ppo, grpo, or your.module:Class")
-    seed: int = Field(0, ge=0, lt=2**31, description="of weights, episodes and noise; evaluation has its own episodes")
+    phase: Annotated[str, AfterValidator(_known_phase)] = Field("finetune", description="training phase")
+    algorithm: str = Field("ppo", description="algorithm that updates the policy: ppo, grpo or your.module:Class")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, episodes and noise; evaluation has its own")
     device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
-    threads: int = Field(0, ge=0, description="CPU threads of the networks; 0: one without images, else torch's choice")
+    threads: int = Field(0, ge=0, description="CPU threads of the networks; 0: one without images, else torch's")
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
     output: str | None = Field(None, min_length=1, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
     resume: str = Field(
-        "auto", min_length=1, description="auto: go on where the folder stopped; never: start anew; or a checkpoint"
+        "auto", min_length=1, description="auto: resume the run folder; never: start from scratch; or a checkpoint"
     )
     env: _Chosen
     rollout: RolloutConfig
@@ -87,19 +87,19 @@ class Config(Section):
 
     @property
     def rollout_steps(self) -> int:
-        """Decisions of each robot in a rollout. The standard buffer is one rollout, so its size decides."""
+        """Decisions per robot in a rollout. A standard buffer contains one rollout, so buffer.size overrides steps."""
         steps, size = self.rollout.steps, self.buffer.size
         if size is None:
             return steps
-        holds = size // self.rollout.n_envs
-        return min(holds, steps) if self.buffer.type == "vla" else holds
+        capacity = size // self.rollout.n_envs
+        return min(capacity, steps) if self.buffer.type == "vla" else capacity
 
     @property
     def run_folder(self) -> Path:
         return Path(self.output or Path(os.environ.get("OUTPUT_BASE") or "outputs") / f"{self.phase}_rl")
 
     def __reduce__(self):
-        # by value: sections of your own classes are made here
+        # by value, because the classes of user-defined sections are created at run time
         return partial(load_config, inherit=False), (self.dump(),)
 
     def dump(self) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def load_config(
     inherit: bool = True,
     to_run: bool = True,
 ) -> Config:
-    """A file or a (nested) dict plus overrides, checked as a whole. `inherit=False`: nothing comes with what it starts
-    from. `to_run=False`: it need not say what it starts from."""
+    """Load a file or a (nested) dict plus overrides, and check all of it. `inherit=False`: inherit no settings from the
+    runs that it starts from. `to_run=False`: required runs or datasets to start from may be missing."""
     if isinstance(source, dict):
         settings = [Setting(key, value, "Python") for key, value in flatten(source).items()]
     else:
@@ -133,7 +133,7 @@ def load_config(
 
 
 def configure(settings: list[Setting], inherit: bool, to_run: bool = True) -> tuple[Config, list[str]]:
-    """The config that settings describe, later ones winning, and notes on settings that were not read as given."""
+    """The config for settings (later ones override earlier ones), and notes on settings that were not used as given."""
     renamed = rename(settings, SCHEMA)
     inherited = inherited_settings(renamed.phase, renamed.settings) if inherit else []
     settings = inherited + renamed.settings
@@ -160,7 +160,7 @@ def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
         field, value = type(part).model_fields.get(key), part.model_dump(mode="json").get(key)
         if field is None or value != setting.value:
             continue
-        # each kind of policy has a config of its own, whose default is its own name
+        # each kind of policy has its own config class, whose default `name` is that kind
         usual = USUAL.get(section) if key == "name" else field.default
         if value != (list(usual) if isinstance(usual, tuple) else usual):
             shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
@@ -188,25 +188,25 @@ def _env_class(name: Any) -> type[Section]:
 
         if any(name in (spec.id, spec.name) for spec in gymnasium.registry.values()):
             choices = f"known: {', '.join(known)}, or your.module:Class"
-            raise UserError(f"no env is called '{name}'; did you mean gym:{name}? {choices}")
+            raise UserError(f"unknown env '{name}'; did you mean gym:{name}? {choices}")
     return _class_of("env", name, known)
 
 
 def _class_of(section: str, name: Any, known: dict[str, str]) -> type[Section]:
-    """The config class of a built-in name, or of a class of one's own: what its first parameter is annotated with."""
+    """The config class for a built-in name, or for a user-defined class: the annotation of its first parameter."""
     name = USUAL[section] if name is None else name
     if not isinstance(name, str):
         raise UserError(f"expected one of: {', '.join(known)}, or your.module:Class")
     if name in CLASSES[section]:
         return CLASSES[section][name]
     kind = section.replace("_", " ")
-    thing = resolve(name, known, kind)
-    if section == "env" and _makes_gymnasium_envs(thing):
+    found = resolve(name, known, kind)
+    if section == "env" and _makes_gymnasium_envs(found):
         return GymConfig
-    cls = config_class(thing, kind)
+    cls = config_class(found, kind)
     if "name" in cls.model_fields:
         return cls
-    field = Field(description="your.module:Class")  # `name` chose the class, so its config must be able to hold it
+    field = Field(description="your.module:Class")  # `name` selected the class, so its config needs this field
     return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, name=(str, field))
 
 
@@ -217,7 +217,7 @@ def _algorithm_class(name: Any) -> type[Section]:
 
 
 def _check_gym_id(name: str) -> None:
-    """'CartPole-v1', the unversioned 'CartPole', or 'your.module:Drawer-v0', which is registered on import."""
+    """Check 'CartPole-v1', the unversioned 'CartPole', or 'your.module:Drawer-v0', which importing registers."""
     import gymnasium
 
     module, _, env_id = name.rpartition(":")
@@ -229,15 +229,15 @@ def _check_gym_id(name: str) -> None:
         gymnasium.spec(env_id)
     except gymnasium.error.Error as error:
         example = "as in gym:gymnasium_robotics:FetchReach-v4"
-        hint = "" if module else f"; where a package registers it, write gym:<package>:{env_id}, {example}"
-        raise UserError(f"gymnasium does not know it ({' '.join(str(error).split())}){hint}") from None
+        hint = "" if module else f"; if a package registers it, write gym:<package>:{env_id}, {example}"
+        raise UserError(f"not registered in gymnasium ({' '.join(str(error).split())}){hint}") from None
 
 
-def _makes_gymnasium_envs(thing: Any) -> bool:
-    """A function, or a class that is one or looks like one; without importing gymnasium."""
-    if not isinstance(thing, type):
-        return callable(thing)
-    return hasattr(thing, "observation_space") or any(base.__module__.startswith("gymnasium") for base in thing.__mro__)
+def _makes_gymnasium_envs(found: Any) -> bool:
+    """True for a function, a subclass of gymnasium's, or a class with its interface; does not import gymnasium."""
+    if not isinstance(found, type):
+        return callable(found)
+    return hasattr(found, "observation_space") or any(base.__module__.startswith("gymnasium") for base in found.__mro__)
 
 
 def kinds_with(key: str) -> list[str]:
@@ -262,7 +262,7 @@ SCHEMA = Schema(
         "env": ("env.name", _env_class),
         "policy": ("policy.name", lambda name: _class_of("policy", name, policies.POLICIES)),
         "world_model": ("world_model.name", lambda name: _class_of("world_model", name, world_models.WORLD_MODELS)),
-        # the class itself refuses any other name
+        # for an unknown name the class itself raises
         "rewards": ("rewards.name", lambda name: CLASSES["rewards"].get(str(name), RewardsConfig)),
         "algorithm_config": ("algorithm", _algorithm_class),
     },

@@ -1,5 +1,5 @@
 """Config sections, and the schema that they form. All problems of a config are reported together, one line each: the
-key, its source, the nearest valid key and the accepted values. No section is known by name here."""
+key, its source, the nearest valid key and the accepted values. No section is named here."""
 
 import difflib
 import math
@@ -24,7 +24,7 @@ else:
 
 
 class _SectionType(ModelMetaclass):
-    """`SomeConfig(key=value)` raises ConfigError, as loading a config does, not pydantic's error."""
+    """Makes `SomeConfig(key=value)` raise ConfigError instead of pydantic's error, as loading a config does."""
 
     def __call__(cls, *args, **values):
         try:
@@ -35,54 +35,56 @@ class _SectionType(ModelMetaclass):
 
 
 class Section(pydantic.BaseModel, metaclass=_SectionType):
-    """A part of the config: frozen, typed, bounded; an unknown key is an error."""
+    """A part of the config: frozen, typed and bounded; unknown keys are errors."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _within_reason(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """Refuses endless lists and texts, and a flag that was meant to have a value: `--ppo_epochs` is not 1."""
+    def _check_limits(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Refuse huge values, and booleans for numbers: the flag `--ppo_epochs` without a value does not mean 1."""
         field = cls.model_fields[str(info.field_name)]
         annotation = field.annotation
         has_own_bound = any(hasattr(limit, name) for limit in field.metadata for name in ("le", "lt"))
         is_whole = annotation in _WHOLE and not has_own_bound
-        if why := _beyond_reason(value, _MOST if is_whole else math.inf):
+        if why := _above_limit(value, _MOST if is_whole else math.inf):
             raise PydanticCustomError("bounds", "{why}", {"why": why})
         if isinstance(value, bool) and any(kind in (annotation, *typing.get_args(annotation)) for kind in (int, float)):
             raise PydanticCustomError("bool", "true or false is not a value of this field")
         return value
 
 
-# of a list; of a text, which may be a path or the name of a class; a bound from which on it is the machine that ends it
-_ENTRIES, _CHARACTERS, _VAST = 1000, 10_000, 10_000
-_PROBLEMS = 50  # to look for what was meant takes a while
-# of whole numbers without a bound of their own
+# limits of the entries of a list and of the characters of a text (a path or the name of a class)
+_ENTRIES, _CHARACTERS = 1000, 10_000
+# upper bounds from here on only protect memory and time; their message says so
+_VAST = 10_000
+_PROBLEMS = 50  # reported at most: finding the nearest keys takes time
+# types of whole numbers, and their limit if they have no bound of their own
 _WHOLE, _MOST = (int, int | None), 10**9
 
 
-def _beyond_reason(value: Any, most: float) -> str | None:
+def _above_limit(value: Any, most: float) -> str | None:
     if isinstance(value, (int, float)) and value > most:
-        return f"expected at most {most:,}: more takes more memory or time than there is"
+        return f"expected at most {most:,}: larger values exceed any memory or time"
     if isinstance(value, (list, tuple)) and len(value) > _ENTRIES:
-        return f"has {len(value):,} entries; expected at most {_ENTRIES:,}, or checking them would take too long"
+        return f"has {len(value):,} entries; expected at most {_ENTRIES:,}: checking more would take too long"
     if isinstance(value, str) and len(value) > _CHARACTERS:
-        return f"has {len(value):,} characters; expected at most {_CHARACTERS:,}: no path or name is as long"
+        return f"has {len(value):,} characters; expected at most {_CHARACTERS:,}: no path or name is that long"
     texts = (text for text in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(text, str))
     if any("\0" in text or not text.isascii() and re.search("[\ud800-\udfff]", text) for text in texts):
-        return "holds a NUL or half a character, which is no text; expected letters, digits and signs"
+        return "contains a NUL character or half a surrogate pair; expected printable text"
     return None
 
 
 class ConfigError(UserError):
-    """Everything that is wrong with a config, a line each."""
+    """All problems of a config, one per line."""
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
         self.problems = problems
 
 
-# abbreviation -> how keys are called that it may mean
+# abbreviation -> names of keys that it may mean
 _SHORT_FOR = {"lr": ("policy_lr", "learning_rate")}
 Classes = dict[str, type[Section]]  # section -> its class
 Check = Callable[[Any], Iterable[tuple[str, str]]]
@@ -93,15 +95,15 @@ class Schema:
     """The shape of a config: a root class whose fields are values or sections of values."""
 
     root: type[Section]
-    # section -> the key that decides on its class, and the class for its value; ValueError: no such class
+    # section -> the key that selects its class, and a function from its value to the class; raises ValueError
     pickers: dict[str, tuple[str, Callable[[Any], type[Section]]]] = field(default_factory=dict)
-    # other spellings of a dotted key, or of how keys begin (with a dot at the end)
+    # other spellings of a dotted key, or of a prefix of keys (with a dot at the end)
     aliases: dict[str, str] = field(default_factory=dict)
-    # says more of an unknown setting (its key as it is spelled here) than which key is nearest, if it can
+    # explains an unknown setting, given its key after aliases; None: the nearest key is reported instead
     explain: Callable[[str, Setting], str | None] = lambda key, setting: None
 
     def build(self, settings: list[Setting], check: Check = lambda config: ()) -> Any:
-        """The config that these settings describe, later ones winning; raises ConfigError with all problems."""
+        """The config for these settings, later ones overriding earlier ones; raises ConfigError with all problems."""
         problems: list[str] = []
         classes = self.classes(settings, problems)
         placed = self.place(settings, classes, problems)
@@ -152,7 +154,7 @@ class Schema:
             if problem:
                 problems.append(f"{shortened(setting.as_written)} (from {setting.where}): {problem}")
             if len(problems) == _PROBLEMS:
-                problems.append("these are the first; mend them, then the others are shown")
+                problems.append(f"these are the first {_PROBLEMS} problems; fix them to see the others")
                 break
             if home is None:
                 continue
@@ -161,12 +163,12 @@ class Schema:
             if earlier is None or earlier.source != setting.source:
                 continue
             respelled, same = earlier.as_written != setting.as_written, earlier.value == setting.value
-            # two keys of theirs may be one here, e.g. the widths of actor and critic
+            # two keys of the originals may be one key here, e.g. the widths of actor and critic
             if earlier.line and not (respelled and same):
-                problems.append(f"{_given(home, placed)}: was given before, in line {earlier.line}; keep one")
+                problems.append(f"{_given(home, placed)}: is also given in line {earlier.line}; keep one")
             elif respelled and not same:
                 before = f"{earlier.as_written} = {value_text(earlier.value)}"
-                problems.append(f"{_given(home, placed)}: {before} was given too and is the same key; keep one")
+                problems.append(f"{_given(home, placed)}: {before} is the same key and also given; keep one")
         return placed
 
     @staticmethod
@@ -181,7 +183,7 @@ class Schema:
         return name in self.pickers or (isinstance(annotation, type) and issubclass(annotation, Section))
 
     def _place(self, key: str, setting: Setting, keys: dict[str, FieldInfo]) -> tuple[str | None, str | None]:
-        """The dotted key a setting belongs to, or what is wrong with it; an empty section asks for nothing."""
+        """The dotted key of a setting, or its problem; (None, None) for an empty section."""
         homes = [key] if key in keys else [k for k in keys if k.rpartition(".")[2] == key]
         if len(homes) == 1:
             return homes[0], None
@@ -191,36 +193,36 @@ class Schema:
         if key in self.root.model_fields and setting.value in (None, {}):
             return None, None
         if homes:
-            return None, f"could be any of {', '.join(homes)}; write one of them"
+            return None, f"is ambiguous: {', '.join(homes)}; write one of them"
         if key in self.root.model_fields:
             return None, f"is a section, not a value; its keys are {', '.join(_below(key, keys))}"
         if owner and not any(alias.startswith(f"{owner}.") for alias in self.aliases):
-            return None, f"{owner} has no keys below it; expected {accepted(keys[owner])}"
+            return None, f"{owner} has no subkeys; expected {accepted(keys[owner])}"
         return None, self.explain(key, setting) or f"unknown key; {self._nearest(key, keys)}"
 
     def _nearest(self, key: str, keys: dict[str, FieldInfo]) -> str:
         spellings = {key: key for key in keys} | {alias: k for alias, k in self.aliases.items() if k in keys}
-        words = {k.rpartition(".")[2]: k for k in keys}
-        section, _, word = key.rpartition(".")
-        meant = [k for k in keys if k.rpartition(".")[2] in _SHORT_FOR.get(word, ())]
-        # the section's own, else what `learning_rate` alone is in this phase
-        usual = [k for k in meant if k in map(self.spelled, _SHORT_FOR.get(word, ()))]
+        leaves = {k.rpartition(".")[2]: k for k in keys}
+        section, _, leaf = key.rpartition(".")
+        meant = [k for k in keys if k.rpartition(".")[2] in _SHORT_FOR.get(leaf, ())]
+        # the key of the section, else the key for which `learning_rate` without a section stands in this phase
+        usual = [k for k in meant if k in map(self.spelled, _SHORT_FOR.get(leaf, ()))]
         if meant := [k for k in meant if k.rpartition(".")[0] == section] or usual or meant:
             return f"nearest: {', '.join(f'{k} ({accepted(keys[k])})' for k in meant)}"
-        whole = difflib.get_close_matches(key, spellings, n=1)
-        last = difflib.get_close_matches(word, words, n=1)
-        # a word of a key's name is more than letters that look alike: ppo.lr is ppo.policy_lr rather than ppo.c_bar
-        named = [k for k in keys if k.rpartition(".")[0] == section and word in k.rpartition(".")[2].split("_")]
+        similar = difflib.get_close_matches(key, spellings, n=1)
+        last = difflib.get_close_matches(leaf, leaves, n=1)
+        # prefer a whole word of a key's name to similar letters: ppo.lr is ppo.policy_lr rather than ppo.c_bar
+        named = [k for k in keys if k.rpartition(".")[0] == section and leaf in k.rpartition(".")[2].split("_")]
         if named and not difflib.get_close_matches(key, spellings, n=1, cutoff=0.9):
             best: str | None = named[0]
         else:
-            best = spellings[whole[0]] if whole else words[last[0]] if last else None
+            best = spellings[similar[0]] if similar else leaves[last[0]] if last else None
         if best:
             return f"nearest: {best} ({accepted(keys[best])})"
         return f"valid here: {', '.join(_below(key.partition('.')[0], keys) or self.root.model_fields)}"
 
     def _validate(self, classes: Classes, placed: dict[str, Setting], problems: list[str]) -> Any:
-        """The sections as instances of their classes, then the root with them; None: of no use, see `problems`."""
+        """Validate the sections, then the root; returns None after appending to `problems` if the root is invalid."""
         values = self.nested(placed)
         for name, cls in (*classes.items(), ("", self.root)):
             try:
@@ -228,11 +230,11 @@ class Schema:
                     return self.root.model_validate(values)
                 values[name] = cls.model_validate(values.get(name, {}))
             except pydantic.ValidationError as error:
-                # a list of wrong entries is one problem
+                # equal problems of several entries of a list are one problem
                 for problem in {(p["loc"][:1], p["type"], p["msg"]): p for p in error.errors()}.values():
                     leaf = str(problem["loc"][0]) if problem["loc"] else ""
                     if not name and self.is_section(leaf):
-                        continue  # it was not made, and why is known
+                        continue  # missing because it is invalid itself, which is already reported
                     why = _why(problem, cls.model_fields.get(leaf))
                     line = f"{_given('.'.join(filter(None, (name, leaf))), placed)}: {why}"
                     problems += [line] if line not in problems else []
@@ -262,7 +264,7 @@ def _describe(annotation: Any, metadata: Iterable = ()) -> str:
 
 
 def _insert(values: dict, dotted: str, value: Any) -> None:
-    """{"kwargs": {}}, "kwargs.gravity", 1 -> {"kwargs": {"gravity": 1}}; what was given before gives way."""
+    """{"kwargs": {}}, "kwargs.gravity", 1 -> {"kwargs": {"gravity": 1}}; overwrites earlier values."""
     leaf, _, rest = dotted.partition(".")
     if rest:
         inner = values.get(leaf)
@@ -300,5 +302,5 @@ def _why(problem: Any, info: FieldInfo | None) -> str:
         return problem["msg"].removeprefix("Value error, ")
     missing = "has no default and was not given; " if problem["type"] == "missing" else ""
     is_vast = problem["type"] == "less_than_equal" and problem["ctx"]["le"] >= _VAST
-    more = f", at most {problem['ctx']['le']:,}: more takes more memory or time than there is" if is_vast else ""
+    more = f", at most {problem['ctx']['le']:,}: larger values exceed any memory or time" if is_vast else ""
     return f"{missing}expected {accepted(info)}{more}"

@@ -1,4 +1,4 @@
-"""Config as text: YAML and JSON files with the line of every value, command-line overrides, and printing."""
+"""Config as text: reads YAML and JSON files with line numbers, parses command-line overrides, and writes YAML."""
 
 import hashlib
 import math
@@ -16,14 +16,14 @@ from sparring.processes.files import read_small
 
 @dataclass(frozen=True)
 class Setting:
-    """One value somebody gave: under which key, and where."""
+    """A given value, with its key and its source."""
 
     key: str
     value: Any
     source: str  # "command line" or the name of a file
-    line: int | None = None  # of a file
-    written: str | None = None  # the key that somebody wrote, where it is not `key`
-    sha256: str | None = field(default=None, compare=False, repr=False)  # of the file's content
+    line: int | None = None  # in a file
+    written: str | None = None  # the key as given, if it differs from `key`
+    sha256: str | None = field(default=None, compare=False, repr=False)  # of the content of the file
 
     @property
     def as_written(self) -> str:
@@ -34,23 +34,27 @@ class Setting:
         return self.source if self.line is None else f"{self.source} line {self.line}"
 
 
-# a config has some 200 keys, its file 20 kB; what is read takes two seconds at the very most
+# limits of a config file, so that reading takes at most two seconds; a typical one has 200 keys and 20 kB
 _FILE_BYTES, _NODES, _DEPTH = 200_000, 5000, 40
 _CORE = "tag:yaml.org,2002:"
 
 
+class _NotReadError(yaml.MarkedYAMLError):
+    """YAML that is valid, and not read here."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML without its surprises: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text. And within bounds."""
+    """Loads YAML of limited size, without pitfalls: `1e-4` is a number; `12:30`, `010` and `2024-01-02` are text."""
 
     yaml_implicit_resolvers: dict = {}
 
     def __init__(self, text: str):
         super().__init__(text)
         self._depth, self._values = 0, 0
-        self._sizes: dict[int, int] = {}  # values in each node that is whole, by id
+        self._sizes: dict[int, int] = {}  # number of values in each complete node, by id
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A value, its depth and number counted; an alias counts as all that it stands for."""
+        """Compose a node, counting its depth and values; an alias counts as all values of its anchor."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
@@ -67,13 +71,13 @@ class _Loader(yaml.SafeLoader):
 
     def _count(self, values: int | None, event: yaml.Event) -> None:
         self._values += values or 0
-        problem = None if values else f"the alias *{event.anchor} stands for what it lies in"
+        problem = None if values else f"the alias *{event.anchor} contains itself"
         if self._depth > _DEPTH:
             problem = f"values lie more than {_DEPTH} deep"
         elif self._values > _NODES:
             problem = f"there are more than {_NODES:,} values, counting what aliases stand for"
         if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            raise _NotReadError(problem=problem, problem_mark=event.start_mark)
 
     @staticmethod
     def _check_tag(node: yaml.Node) -> None:
@@ -83,12 +87,12 @@ class _Loader(yaml.SafeLoader):
         read_as = {"float": ("int", "float")}.get(kind, (kind,))
         patterns = [_SCALARS[name][0] for name in read_as if name in _SCALARS]
         if not (isinstance(node, yaml.ScalarNode) and any(re.fullmatch(pattern, node.value) for pattern in patterns)):
-            why = f"the tag {node.tag.replace(_CORE, '!!')} is not read here; write the value without it"
-            raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
+            why = f"the tag {node.tag.replace(_CORE, '!!')} is not supported; write the value without it"
+            raise _NotReadError(problem=why, problem_mark=node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly what `_Loader` would take for something else."""
+    """Quotes exactly the text that `_Loader` would read as another type."""
 
     yaml_implicit_resolvers: dict = {}
 
@@ -121,11 +125,11 @@ def read_settings(path: str | Path) -> list[Setting]:
         content = read_small(path, _FILE_BYTES)
         text = content.decode()
     except OSError as error:
-        raise UserError(f"config file '{path}': cannot read it ({error.strerror})") from None
+        raise UserError(f"config file '{path}' cannot be read ({error.strerror})") from None
     except ValueError:
-        raise UserError(f"config file '{path}': is not text; give a YAML or JSON file") from None
+        raise UserError(f"config file '{path}' is not text; give a YAML or JSON file") from None
     if path.suffix.lower() == ".json":
-        # without // comments, and tabs, which YAML does not take; a string is matched first, so "http://..." survives
+        # remove // comments, and tabs, which YAML refuses; strings match first, so that "http://..." is kept
         text = re.sub(r'("(?:\\.|[^"\\])*+"?)|//[^\n]*|\t', lambda match: match.group(1) or " ", text)
     try:
         loader = _Loader(text)
@@ -133,7 +137,7 @@ def read_settings(path: str | Path) -> list[Setting]:
         if root is None or root.tag == "tag:yaml.org,2002:null":
             return []
         if not isinstance(root, yaml.MappingNode):
-            hint = "; words like seed=1 go on the command line" if "=" in text.splitlines()[0] else ""
+            hint = "; overrides like seed=1 belong on the command line" if "=" in text.splitlines()[0] else ""
             expected = f"expected keys with values at the top level, e.g. 'seed: 1'{hint}"
             raise UserError(f"config file '{path}' line 1: {expected}")
         sha256 = hashlib.sha256(content).hexdigest()
@@ -141,17 +145,17 @@ def read_settings(path: str | Path) -> list[Setting]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"config file '{path}'{line}: not valid YAML or JSON ({_problem(error)})") from None
+        raise UserError(f"config file '{path}'{line}: {_problem(error, 'not valid YAML or JSON')}") from None
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
-    """Dotted keys and values of the config.yaml in a run folder or checkpoint; nothing where there is none."""
+    """Dotted keys and values of the config.yaml in a run folder or checkpoint; empty if there is none."""
     file = folder / "config.yaml"
     return {setting.key: setting.value for setting in read_settings(file)} if file.exists() else {}
 
 
 def parse_overrides(arguments: list[str]) -> list[Setting]:
-    """`ppo.clip_ratio=0.1`, `--ppo.clip_ratio 0.1`, `--ppo.clip_ratio=0.1` and the bare flag `--x` (true) alike."""
+    """Parse `ppo.clip_ratio=0.1`, `--ppo.clip_ratio 0.1`, `--ppo.clip_ratio=0.1` and the flag `--x` (true)."""
     settings, problems = [], []
     overrides, others = split_overrides(arguments, {})
     for word in [*others, *overrides]:
@@ -166,7 +170,7 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
             settings.append(Setting(key, yaml.load(text, _Loader) if equals else True, "command line"))
         except (yaml.YAMLError, ValueError) as error:
             problems.append(
-                f"{key} = {shortened(text)} (from command line): the value is not valid YAML ({_problem(error)})"
+                f"{key} = {shortened(text)} (from command line): {_problem(error, 'the value is not valid YAML')}"
             )
     if problems:
         raise UserError("\n".join(problems))
@@ -174,8 +178,8 @@ def parse_overrides(arguments: list[str]) -> list[Setting]:
 
 
 def split_overrides(arguments: list[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """The overrides among arguments, each in one word (`--ppo.gamma=0.9`), and the others. `flags` are not overrides;
-    True: the next word is the flag's value."""
+    """The overrides among arguments, each as one argument (`--ppo.gamma=0.9`), and the other arguments. `flags` are not
+    overrides; their value is True if the next argument belongs to the flag."""
     overrides, others, rest = [], [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -196,7 +200,7 @@ def to_yaml(values: dict, comments: dict[str, str] | None = None) -> str:
 
 
 def value_text(value: Any) -> str:
-    # a list of one, without its brackets: a lone value would come with a document end marker
+    # dumped as a list, without the brackets: a scalar would get a document end marker
     return yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=math.inf).rstrip("\n")[1:-1]
 
 
@@ -218,7 +222,10 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
 def _leaves(loader: _Loader, node: yaml.MappingNode, prefix: str, filename: str) -> Iterator[Setting]:
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="a key is a list or has keys itself", problem_mark=key_node.start_mark)
+            raise _NotReadError(problem="a key must be text", problem_mark=key_node.start_mark)
+        if key_node.value == "<<":
+            why = "merge keys (<<) are not supported; write the keys out, an alias stands for one value"
+            raise _NotReadError(problem=why, problem_mark=key_node.start_mark)
         key = f"{prefix}{key_node.value}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(loader, value_node, f"{key}.", filename)
@@ -234,8 +241,9 @@ def _looks_like_a_key(word: str) -> bool:
     return word.startswith("--") or re.match(f"{_KEY}=", word) is not None
 
 
-def _problem(error: Exception) -> str:
-    return getattr(error, "problem", None) or str(error).splitlines()[0]
+def _problem(error: Exception, kind: str) -> str:
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return problem if isinstance(error, _NotReadError) else f"{kind} ({problem})"
 
 
 def _yaml_lines(values: dict, comments: dict[str, str], prefix: str, indent: str = "") -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Whose config may name code. The settings of a folder (a run, a checkpoint, a dataset) are anybody's: import paths
-among them are imported only if its manifest is signed by this user, or with --trust, which signs it (docs/security.md).
+"""Trust in configs that name code. The settings of a folder (a run, a checkpoint, a dataset) may be anyone's: import
+paths in them are imported only if this user signed its manifest, or with --trust, which signs it (docs/security.md).
 
-The command line, Python and the file of --config are the user's own words, and are not looked at. Reading a config to
-compare or to show it imports nothing.
+Settings from the command line, Python and the file of --config are the user's own and are not checked. Reading a config
+to compare or to show it imports nothing.
 """
 
 import os
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,21 @@ from sparring.errors import UserError, visible
 from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manifest, sign
 
 _GIVEN = ContextVar("trust", default=False)
-# module:anything; gymnasium imports the module whatever follows. Names of Python hold more than \w: U+2118, U+00B7
+# module:anything, as gymnasium imports the module whatever follows. Python names may contain more than \w, e.g. U+2118
 _IMPORT_PATH = re.compile(r"\s*(?!\d)(?:[\w.-]|[^\x00-\x7f])+:\s*\S.*", re.DOTALL)
 _HARMLESS = re.compile(r"(cpu|cuda|mps|xpu|meta):\d+|https?://.*", re.DOTALL)
-# which file of a folder names code -> what else --trust signs there; of a run nothing else stays as it is
+# file that names code -> other files that --trust signs in its folder; all other files of a run may still change
 _REST = {"config.yaml": ("spec.json", "training_state.pt", "model*")}
 _REST["meta/sparring.json"] = ("meta/**/*", "data/**/*", "videos/**/*")
 
 
 class TrustError(UserError):
-    """A folder that this user neither wrote nor trusted names code to import."""
+    """A folder that this user neither wrote nor trusts names code to import."""
 
 
 @contextmanager
 def trusting(given: bool = True) -> Iterator[None]:
-    """--trust: signs the folders that are read in this context."""
+    """Context of --trust: folders that are read in it are trusted and signed."""
     token = _GIVEN.set(given or _GIVEN.get())
     try:
         yield
@@ -49,28 +50,43 @@ def trusted_settings(folder: Path, keys: tuple[str, ...] = ("",)) -> list[Settin
 
 
 def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> None:
-    """Before any of `settings` is used, which came from the file `name` of `folder`: refused if they name code and
-    nobody trusts it. None: a file that belongs to no folder, and cannot be signed."""
+    """Raise TrustError if `settings`, read from the file `name` of `folder`, name code and the folder is not trusted.
+    Call it before any of them is used. `folder=None`: a file outside of such folders, which cannot be signed."""
     found = _code_in(settings := [*settings])
     if not found or folder is not None and _is_own(folder, name, settings[0].sha256):
         return
     file = name if folder is None else str(folder / name)
     if not _GIVEN.get():
-        why = f"names code to import, and is somebody else's, or it was changed: {', '.join(found)}"
+        why = f"names code to import, and you did not sign it, or it was changed since: {', '.join(found)}"
         mend = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
         raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
-    if folder is not None and name == "config.yaml":  # all of it is signed, whatever of it is used now
+    if folder is not None and name == "config.yaml":  # the whole file is signed, also settings that are not used now
         found = _code_in(read_settings(folder / name))
     signed = folder is not None and _sign(folder, name, settings[0].sha256)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"
-        print(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"), file=sys.stderr)
+        _say_once(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"))
+
+
+def warn_of_code(file: Path, settings: Iterable[Setting]) -> None:
+    """The file of --config is trusted like a Makefile; it may lie in somebody else's run."""
+    found, folder = _code_in(settings), file.parent
+    if not found or "RANK" in os.environ or not any((folder / name).exists() for name in (MANIFEST, "status.json")):
+        return
+    if not is_signed(read_manifest(folder) or {}):
+        why = f"'{folder}', which you did not sign: it is trusted like a Makefile, and imports {', '.join(found)}"
+        _say_once(visible(f"--config {file} lies in {why}"))
+
+
+@cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def adopts(folder: Path) -> bool:
-    """Whether --trust takes a checkpoint that has no manifest as it is: what an earlier version wrote, or came without.
+    """Whether --trust accepts a checkpoint without a manifest, which it then gets if it can be written.
 
-    It gets one where it can be written.
+    Earlier versions wrote none, and copies may lack it.
     """
     if not _GIVEN.get() or not (folder / "config.yaml").is_file() or read_manifest(folder) is not None:
         return False
@@ -88,7 +104,7 @@ def _code_in(settings: Iterable[Setting]) -> list[str]:
 def _names_code(setting: Setting) -> bool:
     if ":" in setting.key:  # rewards.your.module:term
         return True
-    # the one key that also takes your.module.Class
+    # the only key that also accepts your.module.Class
     if setting.key.rpartition(".")[2] == "model_class" and setting.value:
         return True
     value = setting.value
@@ -98,7 +114,7 @@ def _names_code(setting: Setting) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text in a value, keys too."""
+    """All text in a value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -111,7 +127,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_own(folder: Path, name: str, sha256: str | None) -> bool:
-    """`sha256`: of what was read from the file, which may have been replaced since."""
+    """Whether this user signed the folder and the file. `sha256`: checksum of the content that was read from it."""
     manifest = read_manifest(folder)
     if manifest is None or not is_signed(manifest) or damage(folder, manifest, [name]):
         return False
@@ -119,8 +135,8 @@ def _is_own(folder: Path, name: str, sha256: str | None) -> bool:
 
 
 def _sign(folder: Path, name: str, sha256: str | None) -> bool:
-    """False: it cannot be written, or this user has no key."""
-    if os.environ.get("RANK", "0") != "0":  # one rank signs, the others trust for the command
+    """Sign the folder; False if it cannot be written or if this user has no key."""
+    if os.environ.get("RANK", "0") != "0":  # one rank signs, the others trust for this command
         return False
     found = sorted(path for pattern in _REST[name] for path in folder.glob(pattern))
     others = [str(path.relative_to(folder)) for path in found if path.is_file()]

@@ -1,4 +1,4 @@
-"""Storage: where experience is kept. The names below are loaded when first used."""
+"""Storage of experience: buffers, episode stores and datasets. The names below are imported on first use."""
 
 from sparring import lazy_names
 

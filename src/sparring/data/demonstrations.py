@@ -1,7 +1,7 @@
 """Demonstrations: episodes of a LeRobotDataset v3.0 folder under the keys of the data contract, and as action chunks.
 
-What was asked for and is not there is refused when it is opened, with what was found and what was expected. Training
-reads random windows: `cache=True` decodes every picture once, into memory-mapped files next to the folder.
+Opening a dataset that lacks requested content raises an error with what was expected and found. Training reads frames
+at random: `cache=True` decodes every frame once, into memory-mapped files next to the folder.
 """
 
 import hashlib
@@ -29,20 +29,20 @@ from sparring.processes.child import usable_cores
 
 log = logging.getLogger(__name__)
 
-# entries of an env's observation that a dataset holds, besides pictures and the task
+# entries of an env's observation in a dataset, besides images and the task
 _NUMBERS = ("state", "privileged", "points")
 _VECTORS = ("observation.state", "observation.privileged", "action")
 
 
 class Demonstrations:
-    """E episodes, F steps in all. Cameras None: all there are. image_size None: as recorded, else scaled to a square,
-    or to (height, width) of each camera.
+    """A dataset of E episodes with F steps in total. `cameras`: None for all. `image_size`: None for the recorded size,
+    an int to scale to a square, or (height, width) per camera.
 
-    `state_dim`, `action_dim`, `fps` and `control_mode` are what the reader expects; None: whatever it is.
-    `points`: so many of each cloud are read; None: all. They come in the order of farthest-point sampling, so the first
-    ones are what env.points of that many shows.
-    `object_state`, as in the env: with "state" the poses of objects belong to `observation.state`, also where they were
-    recorded apart, as `observation.privileged`.
+    `state_dim`, `action_dim`, `fps` and `control_mode`: the expected values; None accepts any.
+    `points`: how many points of each cloud to read; None for all. They are in the order of farthest-point sampling, so
+    the first ones equal the observation of an env with `env.points` set to that number.
+    `object_state`, as in the env: with "state", object poses are part of `observation.state`, even if they were
+    recorded separately, as `observation.privileged`.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class Demonstrations:
             # as the env does: [F, S] and [F, W] -> [F, S + W]
             parts = [columns.pop(name).reshape(len(columns["index"]), -1) for name in names]
             columns["observation.state"] = np.concatenate(parts, axis=1)
-            # of the parts; worked out again when they are asked for
+            # these were statistics of the parts; they are computed again on demand
             self.dataset.statistics.update(dict.fromkeys(names, {}))
         self.fps = self.dataset.info["fps"]
         self.control_mode = self.dataset.extras.get("control_mode")
         self.instructions = self.dataset.instructions
         self.lengths = self.dataset.lengths
-        # [E + 1]: where each episode begins among all steps
+        # [E + 1]: the first step of each episode among all steps
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         # "head" -> "observation.images.head"
         self._features = {key.removeprefix("observation.").removeprefix("images."): key for key in self.dataset.clips}
         recorded = self.dataset.columns[POINTS].shape[1] if POINTS in self.dataset.columns else 0
-        # a whole state is what was asked for
-        asked = None if joined else object_state
-        self._expect(cameras, state_dim, action_dim, fps, control_mode, points, recorded, asked)
+        # a joined state is as requested
+        requested = None if joined else object_state
+        self._check_request(cameras, state_dim, action_dim, fps, control_mode, points, recorded, requested)
         self.points = recorded if points is None else points
         self.cameras = tuple(self._features if cameras is None else cameras)
         for camera in self.cameras:
@@ -107,11 +107,11 @@ class Demonstrations:
 
     @property
     def state_dim(self) -> int:
-        """0 where there is no state."""
+        """0 without a state."""
         return self.numbers("observation.state").shape[1] if "observation.state" in self.dataset.columns else 0
 
     def numbers(self, feature: str) -> np.ndarray:
-        """`[F, D]` of all steps (`[F]` of `next.reward` and the like, `[F, P, 6]` of points), by LeRobot's name."""
+        """A feature (LeRobot's name) of all steps: `[F, D]`, `[F]` (e.g. `next.reward`) or `[F, P, 6]` (points)."""
         values = self.dataset.columns[feature]
         if feature == POINTS:
             return values[:, : self.points]
@@ -121,7 +121,7 @@ class Demonstrations:
         return self.instructions[self.dataset.columns["task_index"][self._rows(episode).start]]
 
     def episode(self, episode: int) -> TensorDict:
-        """Its steps in time order, `[T]`; an action is a chunk of one."""
+        """The steps of an episode in time order, `[T]`; each action is a chunk of length 1."""
         rows = self._rows(episode)
         columns, length = self.dataset.columns, rows.stop - rows.start
         observation: dict = {"task": torch.from_numpy(columns["task_index"][rows].astype(np.int64))}
@@ -130,7 +130,7 @@ class Demonstrations:
                 observation[name] = _floats(self.numbers(feature)[rows])
         if self.cameras:
             observation["image"] = {camera: torch.from_numpy(self.images(camera, episode)) for camera in self.cameras}
-        # not every dataset has them; none says whether an episode was over or out of time
+        # optional in datasets; none distinguishes terminated from truncated
         flags = [name for name in ("success", "done") if f"next.{name}" in columns]
         after = {name: torch.from_numpy(columns[f"next.{name}"][rows].astype(bool)) for name in flags}
         if "next.reward" in columns:
@@ -140,22 +140,22 @@ class Demonstrations:
         return TensorDict(td | ({"next": after} if after else {}), [length])
 
     def images(self, camera: str, episode: int) -> np.ndarray:
-        """`[T, 3, H, W]` uint8 of an episode, decoded now or copied from the cache."""
+        """`[T, 3, H, W]` uint8 of an episode, decoded or copied from the cache."""
         self._check_camera(camera)
         if camera in self._cache:
             return np.array(self._cache[camera][self._rows(episode)])
         return self._decode(camera, episode)
 
     def image_cache(self, camera: str) -> np.ndarray:
-        """`[F, 3, H, W]` uint8 of all steps, memory-mapped; episode i is `starts[i]` to `starts[i + 1]`."""
+        """`[F, 3, H, W]` uint8 of all steps, memory-mapped; episode i spans `starts[i]` to `starts[i + 1]`."""
         self._check_camera(camera)
         if camera not in self._cache:
-            raise DatasetError(f"'{self.path}' was opened without cache=True; there is no cache of '{camera}'")
+            raise DatasetError(f"'{self.path}' has no cache of '{camera}'; open it with cache=True")
         return self._cache[camera]
 
     @cached_property
     def statistics(self) -> dict[str, dict[str, np.ndarray]]:
-        """Of "observation/state", "observation/privileged" and "action": those of stats.json, the rest worked out."""
+        """Statistics of "observation/state", "observation/privileged" and "action", from stats.json or computed."""
         found = {}
         for feature in _VECTORS:
             if feature not in self.dataset.columns:
@@ -163,54 +163,54 @@ class Demonstrations:
             given, values = self.dataset.statistics.get(feature, {}), self.numbers(feature)
             for name, value in given.items():
                 if name != "count" and value.size != values.shape[1]:
-                    seen = f"{name} of {feature} has {value.size} entries, expected {values.shape[1]}"
-                    raise DatasetError(f"'{self.path}/meta/stats.json': {seen}")
+                    wrong = f"{name} of {feature} has {value.size} entries, expected {values.shape[1]}"
+                    raise DatasetError(f"'{self.path}/meta/stats.json': {wrong}; copy the dataset again")
             found[feature.replace(".", "/")] = lerobot.number_statistics(values) | given
         return found
 
-    def recorded_with(self, key: str, asked: Any = None) -> str:
-        """The setting of the env that fits, for an error; "" where it is as `asked`, or the dataset does not say."""
-        then = self.dataset.extras.get("env", {}).get(key, asked)
-        return "" if then == asked else f"; it was recorded with env.{key}={value_text(then)}"
+    def recorded_with(self, key: str, requested: Any = None) -> str:
+        """The setting of the recorded env, for an error message; "" if it equals `requested` or is unknown."""
+        recorded = self.dataset.extras.get("env", {}).get(key, requested)
+        return "" if recorded == requested else f"; it was recorded with env.{key}={value_text(recorded)}"
 
     def _check_camera(self, camera: str) -> None:
         if camera not in self.cameras:
-            raise DatasetError(f"'{self.path}' was opened with cameras {list(self.cameras)}; there is no '{camera}'")
+            raise DatasetError(f"'{self.path}' was opened with cameras {list(self.cameras)}, without '{camera}'")
 
     def _rows(self, episode: int) -> slice:
         if not 0 <= episode < len(self):
-            raise IndexError(f"episode {episode} of {len(self)}")
+            raise IndexError(f"episode {episode} of {len(self)}; expected 0 to {len(self) - 1}")
         return slice(int(self.starts[episode]), int(self.starts[episode + 1]))
 
-    def _expect(self, cameras, state_dim, action_dim, fps, control_mode, points, recorded, object_state) -> None:
-        """All that is not as expected, at once."""
+    def _check_request(self, cameras, state_dim, action_dim, fps, control_mode, points, recorded, object_state) -> None:
+        """Raise one error for all differences from the expected content."""
         mistakes = []
-        # objects that are there as was asked for are those of another task
+        # if object_state is as requested, another number of entries comes from another task
         about = (object_state and self.recorded_with("object_state", object_state)) or self.recorded_with("task")
         controlled = self.recorded_with("control_mode", control_mode)
-        pictures = [key for key, feature in self.dataset.info["features"].items() if feature["dtype"] == "image"]
+        embedded = [key for key, feature in self.dataset.info["features"].items() if feature["dtype"] == "image"]
         missing = [camera for camera in cameras or () if camera not in self._features]
         if missing:
-            there = ", ".join(self._features) or ("pictures in its parquet files only" if pictures else "none")
+            present = ", ".join(self._features) or ("only images in its parquet files" if embedded else "none")
             fix = f"env.cameras=[{','.join(self._features)}]"
-            mistakes.append(f"cameras: expected {', '.join(cameras)}, found {there}; {fix} fits")
+            mistakes.append(f"cameras: expected {', '.join(cameras)}, found {present}; use {fix}")
         for name, expected, found, fix in (
             ("entries of observation.state", state_dim, self.state_dim, about),
             ("entries of an action", action_dim, self.action_dim, controlled),
             ("frames/s", fps, self.fps, ""),
-            ("control mode", control_mode, self.control_mode or "none said", controlled),
+            ("control mode", control_mode, self.control_mode or "none", controlled),
         ):
             if expected is not None and expected != found:
                 mistakes.append(f"{name}: expected {expected}, found {found}{fix}")
         if points and points > recorded:
-            mistakes.append(f"points a step: expected {points}, found {recorded or 'none'}")
+            mistakes.append(f"points per step: expected {points}, found {recorded or 'none'}")
         if mistakes:
-            advice = "give the config it was recorded with, or record another dataset"
-            raise DatasetError("\n".join([f"'{self.path}' is not what is asked for; {advice}:", *mistakes]))
+            advice = "use the settings it was recorded with, or record another dataset"
+            raise DatasetError("\n".join([f"'{self.path}' does not match the config; {advice}:", *mistakes]))
 
     def _recorded_shape(self, camera: str) -> tuple[int, int]:
         shape = self.dataset.info["features"][self._features[camera]]["shape"]
-        # [H, W, 3], or as some write it, [3, H, W]
+        # [H, W, 3], or [3, H, W] from some writers
         return tuple(shape[1:] if shape[0] == 3 else shape[:2])
 
     def _decode(self, camera: str, episode: int) -> np.ndarray:
@@ -224,11 +224,11 @@ class Demonstrations:
         return np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
 
     def _cached(self, camera: str) -> np.ndarray:
-        """Decoded before, or now. The name tells which files it was made of, so an old one is never taken for new."""
+        """The cache of a camera, created if missing. Its name contains a hash of the source files."""
         height, width = self.image_shapes[camera]
         files = sorted({file for file, _ in self.dataset.clips[self._features[camera]]})
-        made_of = [(str(file.relative_to(self.path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        mark = hashlib.sha256(repr((made_of, self.lengths.tolist())).encode()).hexdigest()[:12]
+        sources = [(str(file.relative_to(self.path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        mark = hashlib.sha256(repr((sources, self.lengths.tolist())).encode()).hexdigest()[:12]
         folder = self.path.resolve().with_name(f"{self.path.resolve().name}.cache")
         file = folder / f"{camera}-{height}x{width}-{mark}.npy"
         shape = (self.steps, 3, height, width)
@@ -240,14 +240,14 @@ class Demonstrations:
                 os.replace(partial, file)
             except OSError as error:
                 why = error.strerror or error
-                raise DatasetError(f"'{file}': decoded pictures cannot be kept there ({why}); make room") from None
+                raise DatasetError(f"'{file}': cannot store decoded images ({why}); make room") from None
             cache = np.load(file, mmap_mode="r")
         return cache
 
     def _write_cache(self, file: Path, camera: str, shape: tuple[int, ...], first_sum: int) -> None:
-        """An array as numpy saves it, and behind it a checksum of each episode."""
+        """Write an array in numpy's format, followed by one checksum per episode."""
         sums = []
-        # not through a map: where the disk is full, that would end the process
+        # not through a memory map: on a full disk that would kill the process
         with file.open("wb") as opened:
             np.lib.format.write_array_header_1_0(opened, {"descr": "|u1", "fortran_order": False, "shape": shape})
             for episode in range(len(self)):
@@ -257,32 +257,32 @@ class Demonstrations:
             opened.write(np.array(sums, np.uint32).tobytes())
 
     def _open_cache(self, file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
-        """None where there is none yet, or one that is not as it was written; all of it is read to tell."""
+        """The cache, or None if it is missing or damaged; reads all of it to compare checksums."""
         if not os.path.lexists(file):
             return None
         try:
             if not file.is_file():
-                raise ValueError("no file")
+                raise ValueError("not a regular file")
             cache = np.load(file, mmap_mode="r")
             with file.open("rb") as opened:
                 opened.seek(-4 * len(self), os.SEEK_END)
                 written = np.frombuffer(opened.read(), np.uint32)
             size = cache.offset + cache.nbytes + 4 * len(self)
-            whole = cache.shape == shape and cache.dtype == np.uint8 and file.stat().st_size == size
+            is_complete = cache.shape == shape and cache.dtype == np.uint8 and file.stat().st_size == size
         except (OSError, ValueError, EOFError, AttributeError):
-            whole = False
-        if whole:
+            is_complete = False
+        if is_complete:
             episodes, first_sum = (cache[self._rows(i)] for i in range(len(self))), _first_sum(file)
             with ThreadPoolExecutor(usable_cores()) as pool:
-                found = pool.map(lambda pictures: zlib.crc32(np.ascontiguousarray(pictures).data, first_sum), episodes)
+                found = pool.map(lambda frames: zlib.crc32(np.ascontiguousarray(frames).data, first_sum), episodes)
                 if np.array_equal(list(found), written):
                     return cache
-        log.warning("'%s' is damaged, or of an earlier version: its pictures are decoded again", file)
+        log.warning("'%s' is damaged or from an earlier version; its frames are decoded again", file)
         return None
 
 
 def _first_sum(file: Path) -> int:
-    """What checksums begin with, so that the cache of another camera is not taken for this one."""
+    """The initial checksum: with it, the file of another camera under this name does not verify."""
     return zlib.crc32(file.name.encode())
 
 
@@ -291,11 +291,11 @@ def _floats(values: np.ndarray) -> torch.Tensor:
 
 
 class ActionChunks:
-    """`sample(B)`: the observation of a step, each equally likely, and the `horizon` actions from there on.
+    """`sample(B)`: observations of uniformly drawn steps, and the `horizon` actions from each of them on.
 
-    It is what an env with `spec` would show: entries it does not have are left out, vectors are padded to its sizes,
-    and `observation/task` indexes its instructions. Of each dataset only the first `episodes` are used (None: all).
-    Datasets with pictures must be opened with cache=True. B drawn steps, H steps of a chunk, A action dims, F steps.
+    Observations match an env with `spec`: other entries are omitted, vectors are padded to its sizes, and
+    `observation/task` indexes its instructions. Uses the first `episodes` of each dataset (None: all). Datasets with
+    images must be opened with cache=True. B drawn steps, H steps of a chunk, A action dims, F steps.
     """
 
     def __init__(
@@ -303,15 +303,15 @@ class ActionChunks:
     ):
         self.demonstrations, self.horizon = list(demonstrations), horizon
         self.lengths = [demos.lengths[:episodes] for demos in self.demonstrations]
-        # where each dataset begins among the F steps, and where the last one ends
+        # first step of each dataset among the F steps, and the end of the last dataset
         self._starts = np.cumsum([0] + [int(lengths.sum()) for lengths in self.lengths])
-        # [E]: steps of each episode, and where among the F it begins; [F]: where the episode of each step ends
+        # [E]: length and first step of each episode; [F]: the end of the episode of each step
         self.episode_lengths = torch.from_numpy(np.concatenate(self.lengths).astype(np.int64))
         self.first_steps = self.episode_lengths.cumsum(0) - self.episode_lengths
         self._ends = self.episode_lengths.cumsum(0).repeat_interleave(self.episode_lengths)
         self._cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
         shown = {name: spec.observation[name][0] for name in _NUMBERS if name in spec.observation}
-        self._refuse_what_is_not_recorded(spec, shown)
+        self._refuse_missing_entries(spec, shown)
         self._observation = {name: self._joined(f"observation.{name}", shape) for name, shape in shown.items()}
         self._task = self._task_of_each_step(spec)
         self._action = self._joined("action", (spec.action_dim,))
@@ -325,66 +325,66 @@ class ActionChunks:
         return sum(len(lengths) for lengths in self.lengths)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
-        """`[B]`: `observation/*`, `action [B, H, A]`, `valid [B, H]` (false past the end), and `step` of the F."""
+        """`[B]`: `observation/*`, `action [B, H, A]`, `valid [B, H]` (false after the end), and `step` in 0..F-1."""
         step = torch.randint(len(self), (batch_size,), generator=generator)
         valid = step[:, None] + torch.arange(self.horizon) < self._ends[step, None]
         drawn = {"observation": self.observation(step), "action": self.actions(step), "valid": valid, "step": step}
         return TensorDict(drawn, [batch_size])
 
     def observation(self, step: torch.Tensor) -> dict:
-        """What was seen at the steps [B]."""
-        seen: dict = {name: values[step] for name, values in self._observation.items()} | {"task": self._task[step]}
+        """The observation at the steps [B]."""
+        found: dict = {name: values[step] for name, values in self._observation.items()} | {"task": self._task[step]}
         if self._cameras:
-            seen["image"] = {camera: self._pictures(camera, step.numpy()) for camera in self._cameras}
-        return seen
+            found["image"] = {camera: self._images(camera, step.numpy()) for camera in self._cameras}
+        return found
 
     def actions(self, step: torch.Tensor) -> torch.Tensor:
-        """`[B, H, A]` from the steps [B] on; past the end, the last action again."""
+        """`[B, H, A]` from the steps [B] on; after the end of an episode, its last action is repeated."""
         following, ends = step[:, None] + torch.arange(self.horizon), self._ends[step, None]
         return self._action[following.clamp(max=ends - 1)]
 
     def statistics(self) -> dict[str, dict[str, np.ndarray]]:
-        """Of the steps that are used: "observation/state", "observation/privileged" and "action" (without padding)."""
+        """Statistics of used steps: "observation/state", "observation/privileged" and "action" (without padding)."""
         vectors = {name: values for name, values in self._observation.items() if values.ndim == 2}
         found = {f"observation/{name}": lerobot.number_statistics(values.numpy()) for name, values in vectors.items()}
         scored = self._action[:, : self._action.shape[1] - self._action_padding]
         return found | {"action": lerobot.number_statistics(scored.numpy())}
 
     def _joined(self, feature: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """`[F, *shape]` float32 of all datasets, vectors padded with zeros."""
+        """`[F, *shape]` float32 of all datasets, with vectors padded by zeros."""
         parts = []
         for demos, steps in zip(self.demonstrations, np.diff(self._starts), strict=True):
             values = np.asarray(demos.numbers(feature)[:steps], np.float32).reshape(steps, -1)
             parts.append(np.pad(values, ((0, 0), (0, math.prod(shape) - values.shape[1]))))
         return torch.from_numpy(np.concatenate(parts).reshape(-1, *shape))
 
-    def _pictures(self, camera: str, step: np.ndarray) -> torch.Tensor:
+    def _images(self, camera: str, step: np.ndarray) -> torch.Tensor:
         """`[B, 3, H, W]` uint8."""
         dataset = np.searchsorted(self._starts, step, side="right") - 1
         caches = [demos.image_cache(camera) for demos in self.demonstrations]
-        pictures = np.empty((len(step), *caches[0].shape[1:]), np.uint8)
+        images = np.empty((len(step), *caches[0].shape[1:]), np.uint8)
         for number, cache in enumerate(caches):
             here = dataset == number
-            pictures[here] = cache[step[here] - self._starts[number]]
-        return torch.from_numpy(pictures)
+            images[here] = cache[step[here] - self._starts[number]]
+        return torch.from_numpy(images)
 
     def _task_of_each_step(self, spec: EnvSpec) -> torch.Tensor:
-        """`[F]`: by what was said, as a dataset numbers its instructions in its own way."""
+        """`[F]`: indices into spec.instructions, matched by text, because each dataset has its own numbering."""
         parts = []
         for demos, steps in zip(self.demonstrations, np.diff(self._starts), strict=True):
             index = demos.dataset.columns["task_index"][:steps]
-            said = [demos.instructions[i] for i in np.unique(index)]
-            unknown = [text for text in said if text not in spec.instructions]
+            used = [demos.instructions[i] for i in np.unique(index)]
+            unknown = [text for text in used if text not in spec.instructions]
             if unknown:
                 raise DatasetError(
-                    f"'{demos.path}' demonstrates {', '.join(map(repr, unknown))}, which the env never asks for; it "
-                    f"asks for {', '.join(map(repr, dict.fromkeys(spec.instructions)))}: choose its task with env.task"
+                    f"'{demos.path}' demonstrates {', '.join(map(repr, unknown))}; the instructions of the env are "
+                    f"{', '.join(map(repr, dict.fromkeys(spec.instructions)))}: set env.task to the recorded task"
                 )
             known = [spec.instructions.index(text) if text in spec.instructions else -1 for text in demos.instructions]
             parts.append(np.array(known)[index])
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
-    def _refuse_what_is_not_recorded(self, spec: EnvSpec, shown: dict[str, tuple[int, ...]]) -> None:
+    def _refuse_missing_entries(self, spec: EnvSpec, shown: dict[str, tuple[int, ...]]) -> None:
         for demos in self.demonstrations:
             mistakes = []
             for name, shape in shown.items():
@@ -392,13 +392,13 @@ class ActionChunks:
                 found = demos.numbers(f"observation.{name}").reshape(demos.steps, -1).shape[1] if recorded else 0
                 # a state may be padded
                 if not found or found > math.prod(shape) or (name != "state" and found < math.prod(shape)):
-                    said = f"observation.{name}: expected {math.prod(shape)} entries, found {found or 'none'}"
-                    # others are those of another task
+                    mistake = f"observation.{name}: expected {math.prod(shape)} entries, found {found or 'none'}"
+                    # another number of entries comes from another task
                     key = {"privileged": "object_state", "points": "points"}.get(name, "task") if not found else "task"
-                    mistakes.append(said + demos.recorded_with(key))
+                    mistakes.append(mistake + demos.recorded_with(key))
             for name in spec.observation:
                 if (kind := name.partition("/")[0]) in ("depth", "segmentation"):
                     fix = f"set env.{kind}=false"
-                    mistakes.append(f"observation/{name}: the env shows it, and datasets do not hold it; {fix}")
+                    mistakes.append(f"observation/{name}: part of the env's observation, but never recorded; {fix}")
             if mistakes:
-                raise DatasetError("\n".join([f"'{demos.path}' does not hold what the env shows:", *mistakes]))
+                raise DatasetError("\n".join([f"'{demos.path}' does not match the env's observation:", *mistakes]))

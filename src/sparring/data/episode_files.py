@@ -1,18 +1,18 @@
-"""How episodes lie on disk: segments, each a data file and an index, both only ever appended to.
+"""The file format of episodes: segments, each an append-only data file and its append-only index.
 
 folder/
-  meta.json              the columns: name, dtype, shape of a row; and a checksum of that
-  segment-000000.data    episodes one after another: a header with the number of steps, then column after column
-  segment-000000.index   a line for every whole episode: checksum, then JSON
-  segment-000000.deleted what was the index of a segment whose data are just being deleted
-  damaged/               what a repair has put aside
-  writer.lock            held by the one process that writes
+  meta.json              the columns (name, dtype, shape of a row) and their checksum
+  segment-000000.data    episodes in sequence: a header with the number of steps, then one column after another
+  segment-000000.index   one line per complete episode: checksum, then JSON
+  segment-000000.deleted the renamed index of a segment that is being deleted
+  damaged/               files moved aside by a repair
+  writer.lock            held by the single process that writes
 
-A line of the index is written after its data: what is cut short by a crash has no line, and is never read. A line also
-holds the checksum of its data, which tells after a power cut whether they reached the disk, and later whether they are
-still what was written: it is compared before an episode is first read. Numbers and offsets follow each other without
-gaps, so that no line can be missing or moved unseen. All columns of a segment share one file, because a memory map
-keeps its file open and a process may open only about a thousand.
+A line of the index is written after its data: an episode cut short by a crash has no line and is never read. The line
+contains a checksum of the data, which is compared before an episode is first read: it detects data that did not reach
+the disk before a power failure, and data that changed later. Numbers and offsets have no gaps, so that missing and
+moved lines are detected. All columns of a segment share one file, because a memory map keeps its file open and a
+process may open only about a thousand files.
 """
 
 import json
@@ -30,9 +30,9 @@ from sparring.processes.files import write_whole
 
 META = "meta.json"
 _FORMAT = 1
-# columns start at multiples of it, so that any dtype can be viewed in place
+# columns start at multiples of this, so that any dtype can be viewed in place
 _ALIGNMENT = 64
-# at the start of every episode: a mark and its number of steps
+# header of every episode: a mark and the number of steps
 _HEADER = struct.Struct("<8sQ")
 _MARK = b"episode\n"
 HEADER_BYTES = _HEADER.size
@@ -40,7 +40,7 @@ HEADER_BYTES = _HEADER.size
 
 @dataclass(frozen=True)
 class EpisodeColumn:
-    """One key of an episode of T steps: T rows, or T+1 of an observation."""
+    """One key of an episode of T steps: T rows, or T+1 for an observation."""
 
     name: str
     dtype: str
@@ -56,20 +56,20 @@ class EpisodeColumn:
 
 
 class EpisodeLayout:
-    """Which columns an episode has and where each of them lies in its block."""
+    """The columns of an episode and the position of each in the bytes (block) of the episode."""
 
     def __init__(self, columns: Iterable[EpisodeColumn]):
         self.columns = tuple(sorted(columns, key=lambda column: column.name))
         self._places: dict[int, tuple[dict[str, int], int]] = {}
 
     def offsets(self, steps: int) -> dict[str, int]:
-        """Where each column begins in the block of an episode."""
-        return self._place(steps)[0]
+        """The start of each column in the block of an episode."""
+        return self._offsets_and_end(steps)[0]
 
     def block_bytes(self, steps: int) -> int:
-        return self._place(steps)[1]
+        return self._offsets_and_end(steps)[1]
 
-    def _place(self, steps: int) -> tuple[dict[str, int], int]:
+    def _offsets_and_end(self, steps: int) -> tuple[dict[str, int], int]:
         if steps not in self._places:
             offsets, end = {}, _aligned(HEADER_BYTES)
             for column in self.columns:
@@ -80,13 +80,13 @@ class EpisodeLayout:
 
     @staticmethod
     def header_steps(header: bytes) -> int | None:
-        """Steps of the episode that begins with these bytes; None where none does."""
+        """Number of steps in this header; None if it is not a header."""
         if len(header) < HEADER_BYTES or not header.startswith(_MARK):
             return None
         return _HEADER.unpack(header)[1]
 
     def block(self, rows: dict[str, list[np.ndarray]], steps: int) -> list:
-        """The bytes of an episode as buffers in the order in which they are written; no copies of contiguous rows."""
+        """The bytes of an episode as buffers in the order of writing; contiguous rows are not copied."""
         pieces: list = [_HEADER.pack(_MARK, steps)]
         position = HEADER_BYTES
         for name, start in self.offsets(steps).items():
@@ -102,29 +102,29 @@ class EpisodeLayout:
 
     @classmethod
     def load(cls, folder: Path) -> "EpisodeLayout | None":
-        """None where nothing was stored yet."""
+        """None if no episode was stored yet."""
         try:
             content = json.loads((folder / META).read_text())
             kind, columns = content["format"], content["columns"]
-            # earlier versions wrote none
+            # earlier versions wrote no checksum
             if "checksum" in content and content["checksum"] != _checksum(columns):
-                raise ValueError("its checksum is not that of its columns")
+                raise ValueError("its checksum does not match its columns")
             layout = cls(EpisodeColumn(c["name"], c["dtype"], tuple(c["shape"])) for c in columns)
             layout.block_bytes(1)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            advice = "copy it again, or from another store of the same columns"
+            advice = "copy it again, or from another store with the same columns"
             raise UserError(f"'{folder / META}' cannot be read ({error}); {advice}") from None
         if kind != _FORMAT:
-            why = f"but this version reads format {_FORMAT}; read them with the version that wrote them"
-            raise UserError(f"'{folder}' holds episodes of format {kind}, {why}")
+            advice = f"expected format {_FORMAT}; read it with the version that wrote it"
+            raise UserError(f"'{folder}' has episodes of format {kind}; {advice}")
         return layout
 
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One line of an index: a whole episode."""
+    """One line of an index: a complete episode."""
 
     number: int
     offset: int
@@ -132,7 +132,7 @@ class EpisodeRecord:
     steps: int
     crc: int
     info: dict
-    # bytes before it that are no episode any more: a repair left them out
+    # bytes before it of damaged episodes that a repair dropped
     gap: int = 0
 
     @property
@@ -140,9 +140,10 @@ class EpisodeRecord:
         return self.offset + self.size
 
     def follows(self, last: "EpisodeRecord | None") -> bool:
-        """Whether its line may stand after that of `last`, or first in an index (None): none is missing between."""
-        begins = self.offset - self.gap == (last.end if last else 0)
-        return begins and (last is None or self.number == last.number + 1 or self.gap > 0 and self.number > last.number)
+        """Whether its line may follow that of `last` (None: be the first), with no line missing between them."""
+        adjoins = self.offset - self.gap == (last.end if last else 0)
+        in_order = last is None or self.number == last.number + 1 or self.gap > 0 and self.number > last.number
+        return adjoins and in_order
 
     def line(self) -> bytes:
         text = json.dumps(asdict(self)).encode()
@@ -150,7 +151,7 @@ class EpisodeRecord:
 
     @classmethod
     def parse(cls, line: bytes) -> "EpisodeRecord | None":
-        """None for a line that was cut short or damaged."""
+        """None for an incomplete or damaged line."""
         checksum, _, text = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
             return None

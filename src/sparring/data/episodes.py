@@ -1,7 +1,7 @@
-"""EpisodeStore: whole episodes in a folder, appended by one process and read by any number.
+"""EpisodeStore: complete episodes in a folder, appended by one process and read by any number.
 
-Every observation is stored once: an episode of T steps has T+1 rows of `observation/*` and T of all else. Reading is a
-slice of a memory map: no decoding, and no copy. What an episode looks like on disk: episode_files.py.
+Every observation is stored once: an episode of T steps has T+1 rows of `observation/*` and T rows of every other key.
+Reading takes a slice of a memory map, without decoding or copying. episode_files.py defines the file format.
 """
 
 import logging
@@ -27,12 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeStore:
-    """`append` episodes; `episode(i)` is a TensorDict [T] with `observation/*`, `next/observation/*` and all else.
+    """`append` episodes; `episode(i)` is a TensorDict [T] with `observation/*`, `next/observation/*` and other keys.
 
-    The one writer locks the folder until `close`; it first drops, and logs, what a crash left half-written at the end.
-    Other damage is refused, unless `repair`: then whole episodes are kept and the rest is put aside.
-    Readers open it with `read_only` and see what was there at the last `refresh`. Beyond `max_bytes` the oldest
-    segments are deleted whole. Episodes are numbered from 0 on for ever; `episode(i)` counts from the oldest kept.
+    The single writer locks the folder until `close`. On opening it drops and logs an incomplete end that a crash left.
+    Other damage raises an error; with `repair`, complete episodes are kept and the rest is moved aside.
+    Readers open the folder with `read_only` and see its content as of the last `refresh`. Beyond `max_bytes`, the
+    oldest segments are deleted. Episode numbers start at 0 and are never reused; `episode(i)` counts from the oldest
+    stored episode.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class EpisodeStore:
         repair: bool = False,
     ):
         if read_only and repair:
-            raise UserError("repair=True changes files, so it does not go with read_only=True; leave one of them out")
+            raise UserError("repair=True changes files and read_only=True forbids that; give only one of them")
         self.folder = Path(folder)
         self.read_only, self.max_bytes = read_only, max_bytes
-        # what is deleted at once is a small part of what is kept
+        # a segment, which is deleted as a whole, is at most an eighth of the limit
         self.segment_bytes = min(segment_bytes, max_bytes // 8) if max_bytes else segment_bytes
         self.layout: EpisodeLayout | None = None
-        # held while the list of episodes changes, and by threads that look up several things in it
+        # held while the list of episodes changes, and by threads during several lookups that belong together
         self.lock = threading.RLock()
         self._segments: list[Segment] = []
         self._where: list[tuple[Segment, EpisodeRecord]] = []
@@ -59,13 +60,13 @@ class EpisodeStore:
         self._lock: int | None = None
         self._logged = False
         if read_only and not self.folder.is_dir():
-            raise UserError(f"'{folder}' does not exist; give a folder that an EpisodeStore was written to")
+            raise UserError(f"'{folder}' does not exist; give a folder that an EpisodeStore has written")
         if not read_only:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"'{folder}' cannot be a folder for episodes ({error.strerror})") from None
-        Segment.refuse_odd_files(self.folder)
+                raise UserError(f"'{folder}': cannot create the folder ({error.strerror}); give another one") from None
+        Segment.refuse_special_files(self.folder)
         if not read_only:
             self._lock = take_lock(self.folder)
         try:
@@ -85,11 +86,11 @@ class EpisodeStore:
             return int(self.ends[-1]) if len(self) else 0
 
     def bytes(self) -> int:
-        """On disk."""
+        """Size on disk."""
         return sum(segment.data_end + segment.index_end for segment in self._segments)
 
     def episode(self, i: int) -> TensorDict:
-        """Views into the file: do not keep them longer than you need, and do not write into them."""
+        """Views into the file: do not keep them longer than needed, and do not write to them."""
         segment, record = self.locate(i)
         segment.verify(record)
         episode = TensorDict({}, [record.steps])
@@ -105,24 +106,24 @@ class EpisodeStore:
         return episode
 
     def info(self, i: int) -> dict:
-        """What was said of an episode when it was appended."""
+        """The `info` of an episode that was given to `append`."""
         return self.locate(i)[1].info
 
     def position(self, number: int) -> int | None:
-        """Where an episode of this number is among those kept; None where it was deleted."""
+        """The index of the episode with this number among the stored ones; None if it was deleted."""
         numbers = self.numbers
         i = int(np.searchsorted(numbers, number))
         return i if i < len(numbers) and numbers[i] == number else None
 
     def locate(self, i: int) -> tuple[Segment, EpisodeRecord]:
-        """The segment that episode `i` is in, and where."""
+        """The segment of episode `i`, and its record there."""
         try:
             return self._where[i]
         except IndexError:
             raise IndexError(f"episode {i} of {len(self)} in '{self.folder}'") from None
 
     def append(self, episode: TensorDict, **info) -> int:
-        """Store an episode [T] with what is to be known of it (task, source, success, seed); returns its number."""
+        """Store an episode [T] with information about it (task, source, success, seed); returns its number."""
         self._require_writer()
         steps, rows = _rows_of(episode)
         layout = self._fitting_layout(rows, steps)
@@ -131,7 +132,7 @@ class EpisodeStore:
         record = EpisodeRecord(self.next_number, 0, size, steps, crc, info)
         line = len(record.line())
         with self.lock:
-            # only now, when all that is wrong with the episode has been refused
+            # only after the episode has passed all checks
             if layout is not self.layout:
                 layout.save(self.folder)
                 self.layout = layout
@@ -143,26 +144,26 @@ class EpisodeStore:
         return record.number
 
     def refresh(self) -> None:
-        """See what the writer has added and deleted since; the writer itself always sees it all."""
+        """Update a reader to what the writer has added and deleted; the writer is always up to date."""
         with self.lock:
             known = {segment.number: segment for segment in self._segments}
             numbers = Segment.numbers(self.folder, ".index")
-            # after the segments were listed, since the writer writes it before the first of them; that of a store
-            # without episodes can still change
+            # loaded after the segments were listed, since the writer saves it before the first segment; the layout of a
+            # store without episodes can still change
             self.layout = (self.layout if len(self) else None) or EpisodeLayout.load(self.folder)
             if numbers and self.layout is None:
                 raise UserError(f"'{self.folder}' has episodes but no {META}; copy the folder again")
             found = [known.get(number) or Segment(self.folder, number) for number in numbers]
-            self._segments = [segment for segment in found if segment.still_there()]
+            self._segments = [segment for segment in found if segment.refresh_if_present()]
             self._list_episodes()
 
     def rewind(self, next_number: int) -> None:
-        """Forget the episodes from this number on; nobody may be reading, and views of them must be gone."""
+        """Delete the episodes from this number on; no process may be reading, and no views of them may exist."""
         self._require_writer()
         if next_number > self.next_number:
             raise UserError(
-                f"'{self.folder}' holds episodes up to number {self.next_number - 1}, but is to go on from number "
-                f"{next_number}: it is not the folder this run wrote, or lost its end; start the run anew"
+                f"'{self.folder}' has episodes up to number {self.next_number - 1}, but the run resumes at number "
+                f"{next_number}: the folder is of another run or lost its end; start the run from scratch"
             )
         with self.lock:
             for segment in self._segments:
@@ -171,27 +172,27 @@ class EpisodeStore:
             self.next_number = next_number
 
     def state_dict(self) -> dict:
-        """What it counts on is on the disk when this returns."""
+        """Flushes first, so that all episodes it refers to are on the disk."""
         self.flush()
         return {"next_number": self.next_number, "first_number": int(self.numbers[0]) if len(self) else None}
 
     def load_state_dict(self, state: dict) -> None:
         self.rewind(state["next_number"])
         if self.next_number and not len(self):
-            text = "%s: none of the %d episodes of the checkpoint is left: later ones pushed them out (max_bytes)"
+            text = "%s: all %d episodes of the checkpoint were deleted to make room for later ones (max_bytes)"
             log.warning(text, self.folder, self.next_number)
-        # checkpoints of earlier versions do not say where it began
+        # checkpoints of earlier versions have no first_number
         elif "first_number" in state and len(self) and self.numbers[0] > state["first_number"]:
-            text = "%s: episodes %d to %d of the checkpoint are gone: later ones pushed them out (max_bytes)"
+            text = "%s: episodes %d to %d of the checkpoint were deleted to make room for later ones (max_bytes)"
             log.warning(text, self.folder, state["first_number"], self.numbers[0] - 1)
 
     def flush(self) -> None:
-        """Onto the disk, so that a power cut cannot take it; a killed process loses nothing anyway."""
+        """Flush to the disk, against power failure; a killed process loses nothing in any case."""
         for segment in self._segments:
             segment.flush()
 
     def close(self) -> None:
-        """Flush to the disk and give the folder free for another writer."""
+        """Flush to the disk and release the lock of the folder."""
         if self._lock is None:
             return
         for segment in self._segments:
@@ -201,7 +202,7 @@ class EpisodeStore:
 
     @property
     def numbers(self) -> np.ndarray:
-        """[E] of the episodes kept, ascending; an episode keeps its number when older ones are deleted."""
+        """Numbers of the stored episodes [E], ascending; they do not change when older episodes are deleted."""
         with self.lock:
             if self._numbers is None:
                 self._numbers = np.array([record.number for _, record in self._where], np.int64)
@@ -209,7 +210,7 @@ class EpisodeStore:
 
     @property
     def ends(self) -> np.ndarray:
-        """[E] steps of all episodes up to and with each."""
+        """Cumulative number of steps of the stored episodes, [E]."""
         with self.lock:
             if self._ends is None:
                 self._ends = np.cumsum([record.steps for _, record in self._where], dtype=np.int64)
@@ -225,16 +226,16 @@ class EpisodeStore:
 
     def _require_writer(self) -> None:
         if self._lock is None:
-            raise UserError(f"'{self.folder}' was opened to be read, or closed; open it with EpisodeStore(folder)")
+            raise UserError(f"'{self.folder}' is read-only or closed; open it with EpisodeStore(folder)")
 
     def _fitting_layout(self, rows: dict[str, list[np.ndarray]], steps: int) -> EpisodeLayout:
-        """That of the store, or a new one where there is no episode yet."""
+        """The layout of the store, or a new one if there is no episode yet."""
         columns = (EpisodeColumn(name, first.dtype.name, first.shape[1:]) for name, (first, *_) in rows.items())
         layout = EpisodeLayout(columns)
         if len(self):
             assert self.layout is not None
             if layout.columns != self.layout.columns:
-                raise UserError(f"this episode does not fit '{self.folder}': {_differences(self.layout, layout)}")
+                raise UserError(f"episode does not match '{self.folder}': {_differences(self.layout, layout)}")
             layout = self.layout
         size = layout.block_bytes(steps)
         if self.max_bytes and size > self.segment_bytes:
@@ -245,19 +246,19 @@ class EpisodeStore:
         return layout
 
     def _make_room(self, size: int, line: int) -> int:
-        """Where in the last segment the next episode goes, after starting a new one or deleting old ones."""
+        """Begin a new segment or delete old ones if needed; returns the offset of the next episode in the last one."""
         if not self._logged:
             step, limit = sum(column.row_bytes for column in self.layout.columns), "no limit"  # type: ignore[misc]
             if self.max_bytes:
                 limit = f"at most {self.max_bytes / 1e6:,.1f} MB, about {self.max_bytes // step:,} steps"
-            log.info("episodes in %s: %s bytes a step, %s", self.folder, f"{step:,}", limit)
+            log.info("episodes in %s: %s bytes per step, %s", self.folder, f"{step:,}", limit)
             self._logged = True
         if not self._segments or self._segments[-1].data_end + size > self.segment_bytes:
             for segment in self._segments[-1:]:
                 segment.close()
             number = self._segments[-1].number + 1 if self._segments else 0
             self._segments.append(Segment(self.folder, number))
-        # the line is not quite known yet: 20 digits hold any offset
+        # the line has no offset yet, which takes at most 20 digits
         while self.max_bytes and self.bytes() + size + line + 20 > self.max_bytes:
             oldest = self._segments.pop(0)
             del self._where[: len(oldest.records)]
@@ -270,19 +271,19 @@ def _differences(old: EpisodeLayout, new: EpisodeLayout) -> str:
     was, now = ({c.name: f"{c.dtype} {list(c.shape)}" for c in layout.columns} for layout in (old, new))
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     found = [f"{name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}" for name in names]
-    return "; ".join(found) + "; give another folder, or leave out keys that differ"
+    return "; ".join(found) + "; give another folder, or exclude keys that differ"
 
 
 def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
-    """(T, name -> its rows, in parts): T+1 rows of an observation, T of all else."""
+    """(T, name -> its rows, in parts): T+1 rows of an observation, T rows of other keys."""
     if not isinstance(episode, TensorDictBase):
-        raise UserError(f"an episode is a TensorDict [T], got {type(episode).__name__}")
+        raise UserError(f"episode: expected a TensorDict [T], got {type(episode).__name__}")
     if episode.batch_dims != 1:
-        advice = "append each env's episodes by themselves, or give transitions [N] to an EpisodeRecorder"
-        raise UserError(f"an episode is a TensorDict [T] of one env, got {list(episode.batch_size)}; {advice}")
+        advice = "append the episodes of each env separately, or give transitions [N] to an EpisodeRecorder"
+        raise UserError(f"episode: expected a TensorDict [T] of one env, got {list(episode.batch_size)}; {advice}")
     (steps,) = episode.batch_size
     if not steps:
-        raise UserError("an episode without a step cannot be stored")
+        raise UserError("episode: expected at least one step, got none")
     rows = {}
     for key, value in leaves(episode.exclude(("next", "observation"))):
         name = "/".join(key)
@@ -293,24 +294,24 @@ def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
         if key[0] == "observation":
             following = episode.get(("next", *key), None)
             if following is None:
-                raise UserError(f"the episode has no 'next/{name}', whose last row is its last observation")
+                raise UserError(f"the episode has no 'next/{name}'; add it, since its last row is stored")
             following = following.numpy(force=True)
             if not np.array_equal(values[1:], following[:-1]):
                 if values.dtype.kind == "f" and np.isnan(values).any():
-                    raise UserError(f"{name} holds NaN, which cannot be stored; mend the env, or leave the episode out")
-                why = "so these are not the steps of one episode in time order; append each episode by itself"
-                raise UserError(f"{name}: row t+1 is not row t of next/{name}, {why}")
+                    raise UserError(f"{name} contains NaN, which cannot be stored; fix the env, or skip the episode")
+                why = "so these are not the steps of one episode in time order; append each episode separately"
+                raise UserError(f"{name}: row t+1 differs from row t of next/{name}, {why}")
             rows[name].append(following[-1:])
     return steps, rows
 
 
 class EpisodeRecorder:
-    """`add` every transition as `Collector.decide` returns it; each episode is appended to the store when it ends.
+    """`add` every transition that `Collector.decide` returns; each episode is appended to the store when it ends.
 
-    A transition is kept as it is, without a copy, until its episodes have ended: do not write into it. An episode whose
-    first step was not seen is left out. `seeds(env, episode)` tells the seed of an env's k-th episode, `tasks` are the
-    instructions that `observation/task` indexes; both, `source` and the success are noted with the episode. `exclude`:
-    keys that acting and scoring need and nobody trains on later.
+    Transitions are kept without a copy until their episodes have ended: do not write to them. Episodes that were
+    already running at the first `add` are skipped. `seeds(env, episode)` returns the seed of the k-th episode of an
+    env; `tasks` are the instructions that `observation/task` indexes. Seed, task, `source` and success are stored with
+    the episode. `exclude`: keys that only acting and scoring need.
     """
 
     def __init__(
@@ -324,9 +325,9 @@ class EpisodeRecorder:
     ):
         self.store, self.num_envs, self.source = store, num_envs, source
         self.tasks, self.seeds, self.exclude = tuple(tasks), seeds, tuple(exclude)
-        # the latest transitions, as far back as the oldest episode that goes on; `next/observation` is left out
+        # transitions since the start of the oldest running episode, without `next/observation`
         self._steps: list[TensorDict] = []
-        # of each env: where in these its episode began (-1: not seen), and how many began before
+        # per env: the index of the first of these in its episode (-1: unknown), and the number of episodes before it
         self._first = [-1] * num_envs
         self._episode = [-1] * num_envs
 
@@ -343,13 +344,13 @@ class EpisodeRecorder:
                 self._append(env, last[env])
             self._first[env] = -1
         if ended.any():
-            # drop the transitions that lie before every episode that goes on
+            # drop the transitions before all running episodes
             oldest = min((first for first in self._first if first >= 0), default=len(self._steps))
             del self._steps[:oldest]
             self._first = [first - oldest if first >= 0 else -1 for first in self._first]
 
     def state_dict(self) -> dict:
-        """The episodes that are under way."""
+        """The running episodes."""
         steps = [step.clone().to_dict() for step in self._steps]
         return {"steps": steps, "first": list(self._first), "episode": list(self._episode)}
 
@@ -365,10 +366,10 @@ class EpisodeRecorder:
             if key[0] != "observation":
                 episode.set(key, torch.stack(rows))
                 continue
-            # [T+1, ...]: the only copy of the images before they are written
-            whole = torch.stack([*rows, last.get(key[1:])])
-            episode.set(key, whole[:-1])
-            episode.set(("next", *key), whole[1:])
+            # [T+1, ...]: the only copy of the images before writing
+            rows_and_last = torch.stack([*rows, last.get(key[1:])])
+            episode.set(key, rows_and_last[:-1])
+            episode.set(("next", *key), rows_and_last[1:])
         info = {"source": self.source, "success": bool(episode["next", "success"][-1])}
         task = episode.get(("observation", "task"), None)
         if self.tasks:

@@ -1,16 +1,17 @@
-"""Datasets in LeRobot's layout (LeRobotDataset v3.0): reads ours and LeRobot's own, refuses what does not fit together.
+"""Datasets in LeRobot's layout (LeRobotDataset v3.0): reads ours and LeRobot's own, and refuses inconsistent ones.
 
-meta/info.json                        features, fps, how paths are made
+meta/info.json                        features, fps, templates of paths
 meta/stats.json                       statistics of each feature
 meta/tasks.parquet                    task_index -> the instruction
-meta/episodes/chunk-*/file-*.parquet  an episode a row: its length, and in which files it begins where
-meta/sparring.json                    what else we know (ours only)
+meta/episodes/chunk-*/file-*.parquet  one row per episode: its length, and its position in the other files
+meta/sparring.json                    additional information (ours only)
 manifest.json                         size and checksum of every file (ours only)
-data/chunk-*/file-*.parquet           a frame a row: state, action, reward, ...
-videos/<camera>/chunk-*/file-*.mp4    the pictures, many episodes a file
+data/chunk-*/file-*.parquet           one row per frame: state, action, reward, ...
+videos/<camera>/chunk-*/file-*.mp4    the images, many episodes per file
 
-Numbers are all read at once (hundreds of bytes a frame, with points some KB); pictures stay in their files. Torch-free.
-What is read of a dataset with a manifest is compared with it first; whatever is wrong with one of others is a sentence.
+All numbers are loaded at once (hundreds of bytes per frame, a few kB with points); images stay in their files.
+Torch-free. Files of a dataset with a manifest are verified before they are read; without one, any content may be wrong
+and raises a DatasetError.
 """
 
 import json
@@ -25,27 +26,27 @@ import numpy as np
 from sparring.errors import UserError
 from sparring.processes.manifest import MANIFEST, damage, read_manifest
 
-# while episodes are still being recorded they lie in this folder, and the dataset is not whole
+# folder of episodes that are still being recorded; while it exists, the dataset is incomplete
 RECORDING = "recording"
 INFO = "meta/info.json"
-# the one feature of two axes that is read: [P, 6] a frame
+# the only feature with two axes that is read: [P, 6] per frame
 POINTS = "observation.points"
 _BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-# of a template of paths: what it may name, each perhaps with leading zeros
+# the fields that a template of paths may have, also with leading zeros
 _FIELD = re.compile(r"{(video_key|chunk_index|file_index)(:0?\d?d)?}")
-# what we read of meta/sparring.json
+# required keys of meta/sparring.json, and their types
 _EXTRAS: dict[str, Any] = {"control_mode": str, "env": dict, "seed": int, "noise": int | float, "episodes_tried": int}
 _EXTRAS |= dict.fromkeys(("episode_seeds", "episode_tasks"), list)
 _QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
 class DatasetError(UserError):
-    """A dataset that cannot be read, or is not what was asked for."""
+    """A dataset that cannot be read, or does not match the config."""
 
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a dataset, each compared with its manifest before it is first read; without a manifest, none is."""
+    """The files of a dataset; each is verified before it is first read, if the dataset has a manifest."""
 
     path: Path
     manifest: dict[str, Any] | None
@@ -56,13 +57,13 @@ class _Files:
             return
         new = [file for file in dict.fromkeys(files) if file not in self.verified]
         if found := damage(self.path, self.manifest, [file.relative_to(self.path).as_posix() for file in new]):
-            mend = f"copy it again, or, if it was changed on purpose, delete its {MANIFEST}: then nothing is compared"
+            advice = f"copy it again, or, if it was changed on purpose, delete its {MANIFEST} to disable verification"
             more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-            raise DatasetError(f"'{self.path}' is not as it was written: {'; '.join(found[:3])}{more}; {mend}")
+            raise DatasetError(f"'{self.path}' is damaged: {'; '.join(found[:3])}{more}; {advice}")
         self.verified.update(new)
 
     def verify_numbers(self) -> None:
-        """All that is no video, also what is missing or was added."""
+        """Verify all files except videos, including missing and added ones."""
         listed = self.manifest["files"] if self.manifest else {}
         numbers = {self.path / name for name in listed if not name.startswith("videos/")}
         self.verify(sorted(numbers | set(_episode_files(self.path))))
@@ -70,7 +71,7 @@ class _Files:
 
 @dataclass(frozen=True)
 class _Dataset:
-    """All of a dataset but its pictures. E episodes, F frames in the order of episodes."""
+    """A dataset without its images. E episodes, F frames in the order of episodes."""
 
     path: Path
     files: _Files
@@ -79,23 +80,23 @@ class _Dataset:
     columns: dict[str, np.ndarray]
     # [E]
     lengths: np.ndarray
-    # video feature -> of each episode, the file and the second in which its pictures begin
+    # video feature -> the file of each episode, and its start in that file in seconds
     clips: dict[str, list[tuple[Path, float]]]
     instructions: tuple[str, ...]
     # feature -> "mean", "std", ... -> values
     statistics: dict[str, dict[str, np.ndarray]]
-    # of meta/sparring.json; empty where others recorded
+    # meta/sparring.json; empty for datasets of other programs
     extras: dict[str, Any]
 
     def check_videos(self, feature: str) -> None:
-        """They are there; whether they are whole shows when they are decoded."""
+        """Raise if a video is missing; damaged ones are detected by decoding."""
         for file in dict.fromkeys(file for file, _ in self.clips[feature]):
             if not file.is_file():
-                raise DatasetError(f"'{file}' is missing, and with it pictures of {feature}; copy the dataset again")
+                raise DatasetError(f"'{file}' with images of {feature} is missing; copy the dataset again")
 
 
 def parquet():
-    """pyarrow.parquet, which is large and needed by few."""
+    """Import pyarrow.parquet, an optional dependency."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -106,7 +107,7 @@ def parquet():
 def read_dataset(path: str | Path) -> _Dataset:
     path = Path(path)
     if not path.is_dir():
-        raise DatasetError(f"'{path}' is no folder; give the folder of a dataset, with meta/info.json in it")
+        raise DatasetError(f"'{path}' is not a folder; give the folder of a dataset, which contains meta/info.json")
     try:
         files = _Files(path, read_manifest(path))
         _refuse_unfinished(files)
@@ -115,19 +116,19 @@ def read_dataset(path: str | Path) -> _Dataset:
     except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        # tables and JSON of others may hold anything in any place
+        # tables and JSON of other programs may have any content
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise DatasetError(f"'{path}' is damaged, or no LeRobotDataset v3.0 ({why}); copy it again") from error
+        raise DatasetError(f"'{path}' is damaged or not a LeRobotDataset v3.0 ({why}); copy it again") from error
 
 
 def _refuse_unfinished(files: _Files) -> None:
     path = files.path
-    # of ours the manifest is written last; there was none in earlier versions
+    # our recorder writes the manifest last; earlier versions wrote none
     if (path / RECORDING).is_dir() and not (files.manifest and (path / INFO).exists()):
-        raise DatasetError(f"'{path}' is still being recorded; run the command that records it again to finish it")
+        raise DatasetError(f"'{path}' is an unfinished recording; run the command that records it again to finish it")
     if not files.manifest and not (path / INFO).exists():
-        advice = "it is no LeRobotDataset; `sparring demos TASK --episodes N` records one"
-        raise DatasetError(f"'{path}' has no {INFO}: {advice}")
+        advice = "expected a LeRobotDataset; `sparring demos TASK --episodes N` records one"
+        raise DatasetError(f"'{path}' has no {INFO}; {advice}")
 
 
 def _read(files: _Files) -> _Dataset:
@@ -139,14 +140,14 @@ def _read(files: _Files) -> _Dataset:
     instructions = _read_instructions(path)
     stats, extras = (read_json(path / f"meta/{name}.json", optional=True) for name in ("stats", "sparring"))
     stats = {feature: {name: np.array(value) for name, value in values.items()} for feature, values in stats.items()}
-    worded = [
+    invalid = [
         feature for feature, values in stats.items() if any(value.dtype.kind not in "biuf" for value in values.values())
     ]
-    if worded:
-        raise DatasetError(f"'{path}/meta/stats.json' holds something else than numbers for {', '.join(worded)}")
+    if invalid:
+        raise DatasetError(f"'{path}/meta/stats.json': {', '.join(invalid)}: expected numbers; copy the dataset again")
     wrong = [key for key, kind in _EXTRAS.items() if extras and not isinstance(extras.get(key), kind)]
     if wrong:
-        raise DatasetError(f"'{path}/meta/sparring.json' lacks {', '.join(wrong)}, or has another kind of value there")
+        raise DatasetError(f"'{path}/meta/sparring.json': {', '.join(wrong)} missing or of a wrong type; copy it again")
     dataset = _Dataset(path, files, info, columns, lengths, clips, instructions, stats, extras)
     _check_frames(dataset)
     return dataset
@@ -164,16 +165,16 @@ def _read_info(path: Path) -> dict[str, Any]:
     info = read_json(path / INFO)
     missing = [key for key in ("codebase_version", "fps", "features", "data_path", "total_frames") if key not in info]
     if missing:
-        raise DatasetError(f"'{path}/{INFO}' lacks {', '.join(missing)}")
+        raise DatasetError(f"'{path}/{INFO}' has no {', '.join(missing)}; copy the dataset again")
     if not str(info["codebase_version"]).startswith("v3."):
-        mend = "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
-        raise DatasetError(f"'{path}' is a LeRobotDataset {info['codebase_version']}, expected v3.0; {mend}")
+        advice = "convert it with lerobot.datasets.v30.convert_dataset_v21_to_v30"
+        raise DatasetError(f"'{path}' is a LeRobotDataset {info['codebase_version']}, expected v3.0; {advice}")
     fps, features = info["fps"], info["features"]
     if not isinstance(fps, int | float) or not 0 < fps < float("inf"):
-        raise DatasetError(f"'{path}/{INFO}' has fps {fps!r}, expected frames a second, above 0")
+        raise DatasetError(f"'{path}/{INFO}' has fps {fps!r}, expected frames per second > 0")
     for name, feature in features.items():
         if {"/", "\0"} & set(name):
-            raise DatasetError(f"'{path}/{INFO}': {name!r} is part of paths; expected a feature's name without a slash")
+            raise DatasetError(f"'{path}/{INFO}' has a feature {name!r}; expected a name without a slash")
         shape = feature["shape"]
         if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 2**31 for size in shape):
             raise DatasetError(f"'{path}/{INFO}': {name} has shape {shape!r}, expected whole numbers above 0")
@@ -185,15 +186,15 @@ def _read_info(path: Path) -> dict[str, Any]:
 
 
 def _check_template(path: Path, key: str, template: str) -> None:
-    """Below the folder, and with nothing in braces but what is to be filled in."""
+    """Raise for a path outside of the folder or with unknown fields."""
     bare = _FIELD.sub("0", template)
     if "{" in bare or "}" in bare or Path(bare).is_absolute() or ".." in Path(bare).parts:
-        expected = "a path below the dataset with {chunk_index}, {file_index} and {video_key} in it"
+        expected = "a path within the dataset with the fields {chunk_index}, {file_index} and {video_key} only"
         raise DatasetError(f"'{path}/{INFO}' has {key} {template!r}, expected {expected}")
 
 
 def _read_episodes(path: Path, info: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Column -> its values, an episode each, in their order."""
+    """Column -> its values in the order of episodes."""
     files = _episode_files(path)
     if not files:
         raise DatasetError(f"'{path}' has no meta/episodes/chunk-*/file-*.parquet")
@@ -203,9 +204,9 @@ def _read_episodes(path: Path, info: dict[str, Any]) -> dict[str, np.ndarray]:
     columns = _read_sorted(files, {name: [] for name in wanted}, "episode_index")
     listed = columns["episode_index"]
     if not np.array_equal(listed, np.arange(len(listed))):
-        raise DatasetError(f"'{path}/meta/episodes' does not list episodes 0 to {len(listed) - 1} once each")
+        raise DatasetError(f"'{path}/meta/episodes': expected each of the episodes 0 to {len(listed) - 1} once")
     if not len(listed) or columns["length"].min() < 1:
-        raise DatasetError(f"'{path}/meta/episodes' lists no episode, or one without a frame; record it again")
+        raise DatasetError(f"'{path}/meta/episodes' lists no episode, or one without frames; record the dataset again")
     return columns
 
 
@@ -217,7 +218,7 @@ def _read_columns(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarr
     }
     missing = [name for name in ("action", *_BOOKKEEPING) if name not in features]
     if missing:
-        raise DatasetError(f"'{path}' has no feature {', '.join(missing)}; it has {', '.join(info['features'])}")
+        raise DatasetError(f"'{path}' has no feature {', '.join(missing)}; found {', '.join(info['features'])}")
     # [E, 2] -> each file once
     places = np.unique(np.stack([episodes["data/chunk_index"], episodes["data/file_index"]], axis=1), axis=0)
     files = [path / info["data_path"].format(chunk_index=int(c), file_index=int(f)) for c, f in places]
@@ -236,14 +237,14 @@ def _clips(path: Path, info: dict[str, Any], episodes: dict[str, np.ndarray]) ->
 
 
 def _read_instructions(path: Path) -> tuple[str, ...]:
-    """In the order of task_index."""
+    """Instructions in the order of task_index."""
     table = _read_table(path / "meta/tasks.parquet", None)
-    # pandas keeps the words as an index, whose name differs between versions
-    words = [name for name in table.column_names if str(table.schema.field(name).type) in ("string", "large_string")]
-    if "task_index" not in table.column_names or not words:
+    # pandas stores the instructions as the index, whose name differs between versions
+    texts = [name for name in table.column_names if str(table.schema.field(name).type) in ("string", "large_string")]
+    if "task_index" not in table.column_names or not texts:
         found = table.column_names
-        raise DatasetError(f"'{path}/meta/tasks.parquet' has columns {found}, expected task_index and words")
-    pairs = sorted(zip(table["task_index"].to_pylist(), table[words[0]].to_pylist(), strict=True))
+        raise DatasetError(f"'{path}/meta/tasks.parquet' has columns {found}, expected task_index and a text column")
+    pairs = sorted(zip(table["task_index"].to_pylist(), table[texts[0]].to_pylist(), strict=True))
     indices = [index for index, _ in pairs]
     if indices != list(range(len(pairs))):
         raise DatasetError(f"'{path}/meta/tasks.parquet' has task_index {indices}, expected 0 to {len(pairs) - 1}")
@@ -251,44 +252,44 @@ def _read_instructions(path: Path) -> tuple[str, ...]:
 
 
 def _check_frames(dataset: _Dataset) -> None:
-    """The rows are those that the episodes speak of, in time order, and hold numbers."""
+    """Raise if rows and episodes do not match, rows are not in time order, or values are not finite."""
     path, columns, frames = dataset.path, dataset.columns, int(dataset.lengths.sum())
-    found, said, why = len(columns["index"]), dataset.info["total_frames"], "files are missing or of another recording"
-    if not found == frames == said:
-        but = f"its episodes have {frames} frames and meta/info.json says {said}"
+    found, total, why = len(columns["index"]), dataset.info["total_frames"], "files are missing or of another recording"
+    if not found == frames == total:
+        but = f"its episodes have {frames} frames and meta/info.json has total_frames {total}"
         raise DatasetError(f"'{path}' has {found} rows of data, but {but}; {why}")
-    if (said := dataset.info.get("total_episodes", len(dataset.lengths))) != len(dataset.lengths):
+    if (total := dataset.info.get("total_episodes", len(dataset.lengths))) != len(dataset.lengths):
         listed = f"{len(dataset.lengths)} episodes in meta/episodes"
-        raise DatasetError(f"'{path}' lists {listed}, but meta/info.json says {said}; {why}")
+        raise DatasetError(f"'{path}' lists {listed}, but meta/info.json has total_episodes {total}; {why}")
     episode = np.repeat(np.arange(len(dataset.lengths)), dataset.lengths)
     within = np.arange(frames) - np.repeat(np.cumsum(dataset.lengths) - dataset.lengths, dataset.lengths)
     if not (np.array_equal(columns["episode_index"], episode) and np.array_equal(columns["frame_index"], within)):
-        raise DatasetError(f"'{path}': its rows are not the frames of its episodes in time order")
+        raise DatasetError(f"'{path}': the rows are not the frames of the episodes in time order; copy it again")
     for name, values in columns.items():
         bad = np.flatnonzero(~np.isfinite(values.reshape(frames, -1)).all(axis=1))
         if len(bad):
             first = f"first in episode {episode[bad[0]]}, frame {within[bad[0]]}; record these episodes again"
-            raise DatasetError(f"'{path}': {name} holds NaN or infinity in {len(bad)} of {frames} frames, {first}")
+            raise DatasetError(f"'{path}': {name} contains NaN or infinity in {len(bad)} of {frames} frames, {first}")
     fps, tasks = dataset.info["fps"], columns["task_index"]
     late = np.abs(columns["timestamp"] - within / fps).max() if frames else 0
     if late > 0.5 / fps:
-        raise DatasetError(f"'{path}': timestamps are off by up to {late:.3f} s from the {fps} frames/s it claims")
+        raise DatasetError(f"'{path}': timestamps differ by up to {late:.3f} s from {fps} frames/s (meta/info.json)")
     if frames and tasks.min() < 0:
-        raise DatasetError(f"'{path}': task_index goes down to {tasks.min()}, expected 0 or more")
+        raise DatasetError(f"'{path}': task_index {tasks.min()} is negative, expected >= 0")
     if tasks.max() >= (known := len(dataset.instructions)):
-        raise DatasetError(f"'{path}': task_index goes up to {tasks.max()}, but meta/tasks.parquet has {known} tasks")
+        raise DatasetError(f"'{path}': task_index {tasks.max()} is too large: meta/tasks.parquet has {known} tasks")
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if optional and not path.exists():
         return {}
     try:
-        # a pipe would be waited for without end
+        # reading a pipe would block
         if path.exists() and not path.is_file():
-            raise ValueError("it is no file")
+            raise ValueError("not a regular file")
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, expected names and values")
+            raise ValueError(f"it contains a {type(content).__name__}, expected keys with values")
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"'{path}' cannot be read ({error}); copy the dataset again") from None
     return content
@@ -300,20 +301,21 @@ def _read_table(path: Path, columns: list[str] | None):
 
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is no file")
-        # one file: names of folders are no columns
+            raise OSError("not a regular file")
+        # opened as a single file, so that names of folders do not become columns
         with reader.ParquetFile(path) as file:
             missing = [name for name in columns or () if name not in file.schema_arrow.names]
             if missing:
-                raise DatasetError(f"'{path}' lacks {', '.join(missing)}; it has {', '.join(file.schema_arrow.names)}")
+                names = ", ".join(file.schema_arrow.names)
+                raise DatasetError(f"'{path}' has no column {', '.join(missing)}; found {names}")
             return file.read(columns)
     except (OSError, ArrowException) as error:
         reason = str(error).splitlines()[0]
-        raise DatasetError(f"'{path}' cannot be read ({reason}); it is missing or cut off: copy it again") from None
+        raise DatasetError(f"'{path}' cannot be read ({reason}); it is missing or incomplete: copy it again") from None
 
 
 def _read_sorted(files: list[Path], shapes: dict[str, list[int]], by: str) -> dict[str, np.ndarray]:
-    """Columns of all files, one after another, sorted by one of them."""
+    """The concatenated columns of all files, sorted by one of them."""
     parts = [_read_table(file, list(shapes)) for file in files]
     columns = {
         name: np.concatenate([_rows(part[name], shape, file) for part, file in zip(parts, files, strict=True)])
@@ -324,26 +326,26 @@ def _read_sorted(files: list[Path], shapes: dict[str, list[int]], by: str) -> di
 
 
 def _rows(column, shape: list[int], path: Path) -> np.ndarray:
-    """`[F]` where an entry is one number, else `[F, *shape]`."""
+    """`[F]` if an entry is a single number, otherwise `[F, *shape]`."""
     from pyarrow.compute import list_value_length
 
     entries = flat = column.combine_chunks()
     is_list = str(entries.type).startswith(("list", "fixed_size_list", "large_list"))
-    # level by level, row by row: a short one and a long one are right in sum, and shift all between them
+    # check each row at each level: a short and a long row could cancel out in the total, with all between them shifted
     for size in shape if is_list else ():
         lengths = list_value_length(flat).to_numpy(zero_copy_only=False)
         if (lengths != size).any():
             row = int(np.argmax(lengths != size))
-            raise DatasetError(f"'{path}': row {row} of {len(flat)} holds {lengths[row]} numbers, expected {size} each")
+            raise DatasetError(f"'{path}': row {row} of {len(flat)} has {lengths[row]} numbers, expected {size} each")
         flat = flat.flatten()
     values = flat.to_numpy(zero_copy_only=False)
     if values.dtype == object:
-        raise DatasetError(f"'{path}' holds something else than numbers: {column.type}")
+        raise DatasetError(f"'{path}' has a column of type {column.type}, expected numbers")
     return values.reshape(len(entries), *shape) if is_list else values
 
 
 def number_statistics(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Of rows `[F, D]` or numbers `[F]`: `[D]` each, or `[1]`; `count` is `[1]`."""
+    """Statistics of rows `[F, D]`, each `[D]`, or of numbers `[F]`, each `[1]`; `count` is `[1]`."""
     values = values.reshape(len(values), -1).astype(np.float64)
     quantiles = np.quantile(values, list(_QUANTILES.values()), axis=0)
     found = {name: getattr(values, name)(axis=0) for name in ("min", "max", "mean", "std")}
@@ -351,9 +353,9 @@ def number_statistics(values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def point_statistics(clouds: np.ndarray) -> dict[str, np.ndarray]:
-    """Of clouds `[F, P, D]`: `[D]` each, over points and frames, which fit a cloud of any size.
+    """Statistics of clouds `[F, P, D]` over points and frames, each `[D]`, independent of the size of a cloud.
 
-    All but min and max are those of at most 1000 frames, evenly spread: a dataset has hundreds of millions of points.
+    All except min, max and count use at most 1000 evenly spread frames: a dataset has hundreds of millions of points.
     """
     few = clouds[:: max(len(clouds) // 1000, 1)]
     found = number_statistics(few.reshape(-1, clouds.shape[-1]))
@@ -362,12 +364,12 @@ def point_statistics(clouds: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def pixel_counts(frames: np.ndarray) -> np.ndarray:
-    """`[3, 256]`: how often each value occurs in each channel of `[T, H, W, 3]` uint8."""
+    """`[3, 256]`: the number of pixels with each value in each channel of `[T, H, W, 3]` uint8."""
     return np.stack([np.bincount(frames[..., channel].ravel(), minlength=256) for channel in range(3)])
 
 
-def picture_statistics(counts: np.ndarray, frames: int) -> dict[str, np.ndarray]:
-    """Of `pixel_counts` of so many frames: `[3, 1, 1]` each, with pixels in 0..1."""
+def image_statistics(counts: np.ndarray, frames: int) -> dict[str, np.ndarray]:
+    """Statistics of pixels in 0..1, each `[3, 1, 1]`, from the `pixel_counts` of this number of frames."""
     levels = np.arange(256) / 255
     below = np.cumsum(counts, axis=1)
     total = below[:, -1:]

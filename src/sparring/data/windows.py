@@ -1,9 +1,9 @@
-"""Windows: slices of time [B, L] out of stored episodes, for training through a memory.
+"""Windows: slices of time [B, L] from stored episodes, for training policies and models with a memory.
 
-A window never crosses the end of an episode. A shorter one is filled up, and `mask` is true only at steps to learn
-from. With `burn_in` = k a batch has k more columns in front, which bring the memory up to date without learning:
-`burn_in` is true at those that hold a step. Column k is always where learning starts. `is_first` is true where to clear
-the memory: at the start of an episode, and of a window whose memory is neither stored nor carried.
+A window never crosses the end of an episode. A shorter one is padded, and `mask` is true only at steps to learn from.
+With `burn_in` = k, a batch has k more columns in front that only update the memory: `burn_in` is true at those with a
+step, and learning always starts in column k. `is_first` is true where the memory must be cleared: at the start of an
+episode, and at the start of a window whose memory is neither stored nor carried over.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from sparring.data.episodes import EpisodeStore
 from sparring.errors import UserError
 
 Memory = Literal["stored", "rebuilt"]
-# (episode number, step) of a stream that has no episode
+# (episode number, step) of a stream without an episode
 _NO_EPISODE = (-1, 0)
 
 
 class _Window(NamedTuple):
-    """Steps `first` to `end` of an episode, which go to column `at` of a batch; by default none."""
+    """Steps `first` to `end` of an episode, for column `at` of a batch; empty by default."""
 
-    # where the episode is, which stays valid when it is deleted, and where in it each column
+    # the location of the episode, which stays valid after deletion, and the offsets of its columns
     segment: Segment | None = None
     record: EpisodeRecord | None = None
     offsets: dict[str, int] = {}
@@ -35,17 +35,17 @@ class _Window(NamedTuple):
     end: int = 0
     at: int = 0
 
-    def expect(self, columns: list[EpisodeColumn]) -> None:
+    def prefetch(self, columns: list[EpisodeColumn]) -> None:
         if self.end > self.first:
             for column in columns:
-                self.segment.expect(*self._bytes(column))
+                self.segment.prefetch(*self._bytes(column))
 
     def verify(self) -> None:
         if self.segment is not None and self.record is not None:
             self.segment.verify(self.record)
 
     def copy(self, row: np.ndarray, column: EpisodeColumn) -> None:
-        """Into a row of bytes, with zeros around them."""
+        """Copy the steps into a row of bytes, with zeros before and after them."""
         if self.end == self.first:
             row[:] = 0
             return
@@ -63,7 +63,7 @@ class _Window(NamedTuple):
 
 
 class _WindowReader:
-    """Copies windows out of their files: the one copy between disk and batch. memory=None: it is carried along."""
+    """Copies windows from mapped files into a batch, in a single copy. memory=None: the memory is carried over."""
 
     def __init__(self, length: int, burn_in: int, memory: Memory | None, keys: Sequence[str] | None):
         check_whole("length", length)
@@ -74,28 +74,28 @@ class _WindowReader:
         self.keys = None if keys is None else frozenset(keys)
 
     def columns(self, store: EpisodeStore) -> list[EpisodeColumn]:
-        """Those asked for, in the order of the store's layout."""
+        """The requested columns, in the order of the store's layout."""
         if store.layout is None:
             raise _no_episode(store)
         columns, wanted = store.layout.columns, self.keys
         known = [column.name for column in columns] + [f"next/{column.name}" for column in columns if column.extra]
         missing = sorted((wanted or set()) - set(known))
         if missing:
-            raise UserError(f"'{store.folder}' has no {', '.join(missing)}; it has {', '.join(known)}")
+            raise UserError(f"'{store.folder}' has no {', '.join(missing)}; found {', '.join(known)}")
         return [c for c in columns if wanted is None or c.name in wanted or f"next/{c.name}" in wanted]
 
     def window(self, store: EpisodeStore, episode: int, start: int) -> _Window:
-        """`length` steps of an episode from `start` on, and `burn_in` before."""
+        """`length` steps of an episode from `start` on, and `burn_in` steps before."""
         segment, record = store.locate(episode)
         first, end = max(start - self.burn_in, 0), min(start + self.length, record.steps)
         at = self.burn_in - (start - first)
         return _Window(segment, record, store.layout.offsets(record.steps), first, end, at)
 
     def read(self, store: EpisodeStore, windows: Sequence[_Window]) -> TensorDict:
-        """[B, k+L]; all columns are laid out as those of `store`."""
+        """The batch [B, k+L]; all windows have the columns of `store`."""
         size, columns = self.burn_in + self.length, self.columns(store)
         for window in windows:
-            window.expect(columns)
+            window.prefetch(columns)
         for window in windows:
             window.verify()
         batch = TensorDict({}, [len(windows), size])
@@ -128,15 +128,15 @@ class _WindowReader:
 
 
 class ShuffledWindows:
-    """Windows from anywhere in the store: `sample(batch_size, generator) -> [B, k+L]`.
+    """Random windows from the whole store: `sample(batch_size, generator) -> [B, k+L]`.
 
-    A step is drawn uniformly from all steps, and the window laid around it at random, pushed back into the episode
-    where it would stick out. So windows are full wherever the episode is long enough, a step near the end of an episode
-    is seen at least half as often as one in the middle, and long episodes are drawn more often than short ones.
+    A step is drawn uniformly from all steps, and a window is placed randomly around it, then shifted to lie within the
+    episode. Windows are therefore full if the episode is long enough, a step near the end of an episode is drawn at
+    least half as often as one in the middle, and long episodes are drawn more often than short ones.
 
-    memory=stored: the memory that enters a window is `memory/*` in its first column. rebuilt: it is empty there
-    (`is_first`), and `burn_in` steps bring it up to date. keys: what to read (None: all); newest: from so many of the
-    newest episodes only (None: from all).
+    memory=stored: the memory before a window is `memory/*` in its first column. rebuilt: the memory starts empty
+    (`is_first`), and `burn_in` steps update it. keys: the columns to read (None: all). newest: read only this number of
+    newest episodes (None: all).
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ShuffledWindows:
         return self.reader.read(self.store, self.pick(batch_size, generator))
 
     def pick(self, count: int, generator: torch.Generator) -> list[_Window]:
-        """Which windows; the same for the same generator and store."""
+        """Draw windows; a function of the generator and the store."""
         with self.store.lock:
             self._check_memory()
             length, ends = self.reader.length, self.store.ends
@@ -173,25 +173,25 @@ class ShuffledWindows:
             return [self.reader.window(self.store, episode, first) for episode, first in at]
 
     def _check_memory(self) -> None:
-        """There is something to read, and the memory if it is to be read."""
+        """Raise if the store is empty, or has no memory although memory=stored."""
         if not len(self.store):
             raise _no_episode(self.store)
         names = [column.name for column in self.reader.columns(self.store)]
         if self.memory == "stored" and not any(name.startswith("memory/") for name in names):
             raise UserError(
-                f"memory=stored needs a 'memory/...' key, but '{self.store.folder}' gives {', '.join(names)}; "
-                "record it, ask for it in keys, or use memory=rebuilt with a burn_in"
+                f"memory=stored needs a 'memory/...' key; read from '{self.store.folder}': {', '.join(names)}. "
+                "Record it, add it to keys, or use memory=rebuilt with a burn_in"
             )
 
 
 class SequentialWindows:
-    """Whole episodes in time order, so that a memory can be carried along.
+    """Complete episodes in time order, so that a memory can be carried over from batch to batch.
 
-    Iterating gives one pass over the store in batches [B, L]; every step is served exactly once. Row b is a stream: its
-    windows follow one another through an episode, then through the next one. The memory after a batch enters the same
-    rows of the next batch; `is_first` says where to clear it. Streams that run out of episodes give empty rows (`mask`
-    false). Every pass has a new order of episodes. Those appended during a pass come in the next one; those deleted are
-    skipped. An interrupted pass goes on where it stopped, also from a `state_dict`.
+    One iteration is one pass over the store in batches [B, L], each step exactly once. Row b is a stream: consecutive
+    windows of one episode, then of the next one. The memory after a batch belongs to the same rows of the next batch;
+    `is_first` marks where to clear it. Streams without further episodes yield empty rows (`mask` false). Every pass has
+    a new order of episodes. Episodes appended during a pass are part of the next one; deleted ones are skipped. An
+    interrupted pass continues where it stopped, also from a `state_dict`.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class SequentialWindows:
         self.store, self.batch_size, self.seed = store, batch_size, seed
         self.reader = _WindowReader(length, burn_in=0, memory=None, keys=keys)
         self._passes = 0
-        # numbers of the episodes that no stream has begun yet
+        # numbers of the episodes that no stream has begun
         self._waiting: list[int] = []
-        # of each stream: (number of its episode, its next step)
+        # per stream: (number of its episode, next step)
         self._streams: list[tuple[int, int]] = [_NO_EPISODE] * batch_size
         self._under_way = False
 
@@ -226,7 +226,7 @@ class SequentialWindows:
         if not len(self.store):
             raise _no_episode(self.store)
         order = np.random.default_rng([self.seed, self._passes]).permutation(self.store.numbers)
-        # taken from the end
+        # reversed, because streams pop from the end
         self._waiting = order[::-1].tolist()
         self._streams, self._under_way = [_NO_EPISODE] * self.batch_size, True
 
@@ -254,11 +254,11 @@ class SequentialWindows:
 
 
 class MixedWindows:
-    """Each row of a batch from one of several sources, by weight:
+    """Draws each row of a batch from one of several sources, by weight:
     `MixedWindows({random: 0.5, explorers: 0.3, newest: 0.2}).sample(batch_size, generator)`.
 
-    The source of every row is drawn by itself, so a batch holds each weight's share in expectation, however small.
-    `source` is its place among the sources. A source without a step is an error while its weight is above 0.
+    The source of each row is drawn independently, so that even small weights get their share in expectation. `source`
+    is its index among the sources. An empty source with a weight above 0 is an error.
     """
 
     def __init__(self, sources: Mapping[ShuffledWindows, float]):
@@ -268,39 +268,39 @@ class MixedWindows:
                 raise UserError(f"expected ShuffledWindows and their weights; got {type(source).__name__}")
         self.weights = torch.tensor(list(sources.values()), dtype=torch.float64)
         if not self.sources or (self.weights < 0).any() or not 0 < float(self.weights.sum()) < float("inf"):
-            raise UserError(f"weights must be 0 or more, and one above 0; got {self.weights.tolist()}")
+            raise UserError(f"expected weights >= 0, and at least one > 0; got {self.weights.tolist()}")
         kinds = {(s.reader.length, s.reader.burn_in, s.reader.clears_memory) for s in self.sources}
         if len(kinds) > 1:
             got = f"(length, burn_in, rebuilt): {kinds}"
-            raise UserError(f"all sources must have one length, burn_in and kind of memory; got {got}")
+            raise UserError(f"all sources must have the same length, burn_in and kind of memory; got {got}")
         keys = {s.reader.keys for s in self.sources}
         if len(keys) > 1:
             got = " and ".join("all" if of is None else ", ".join(sorted(of)) for of in keys)
-            raise UserError(f"all sources must be asked for the same keys; got {got}")
+            raise UserError(f"all sources must have the same keys; got {got}")
 
     def sample(self, batch_size: int, generator: torch.Generator) -> TensorDict:
         check_whole("batch_size", batch_size)
         used = [source for source, weight in zip(self.sources, self.weights.tolist(), strict=True) if weight > 0]
         self._check_columns(used)
-        # [B], sorted: the order of rows says nothing, and each source is asked once
+        # [B], sorted, since the order of rows does not matter: each source is then sampled once
         source = torch.multinomial(self.weights, batch_size, replacement=True, generator=generator).sort().values
         counts = torch.bincount(source, minlength=len(self.sources)).tolist()
         windows = []
         for sampler, count in zip(self.sources, counts, strict=True):
             windows += sampler.pick(count, generator) if count else []
         batch = used[0].reader.read(used[0].store, windows)
-        # [B] -> [B, k+L]; a copy, since a row of one number repeated cannot be pinned for a GPU
+        # [B] -> [B, k+L]; a copy, since an expanded tensor cannot be pinned for a GPU
         batch["source"] = source[:, None].expand(batch.batch_size).contiguous()
         return batch
 
     def _check_columns(self, used: list[ShuffledWindows]) -> None:
-        """Rows of one batch need the same columns; a source may have got its first episode only just now."""
+        """Raise if columns differ; checked for each batch, because a source gets its columns with its first episode."""
         layouts = {str(s.store.folder): set(s.reader.columns(s.store)) for s in used}
         common = set.intersection(*layouts.values())
         other = {f"{folder}: {c.name} {c.dtype} {list(c.shape)}" for folder, cs in layouts.items() for c in cs - common}
         if other:
-            raise UserError(f"the sources differ in {'; '.join(sorted(other))}; read common keys only, with keys=[...]")
+            raise UserError(f"the sources differ in {'; '.join(sorted(other))}; set keys=[...] to common keys")
 
 
 def _no_episode(store: EpisodeStore) -> UserError:
-    return UserError(f"'{store.folder}' holds no episode; record some, or refresh() after they were recorded")
+    return UserError(f"'{store.folder}' has no episodes; record some, then refresh()")

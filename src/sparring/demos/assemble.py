@@ -19,9 +19,9 @@ from sparring.data.lerobot import (
     INFO,
     POINTS,
     RECORDING,
+    image_statistics,
     number_statistics,
     parquet,
-    picture_statistics,
     point_statistics,
 )
 from sparring.demos.plan import Plan, entry_names
@@ -237,7 +237,7 @@ def _statistics(columns: Arrays, pixels: Arrays, episodes: slice, rows: slice) -
         for name, values in columns.items()
     }
     frames = int(found["index"]["count"][0])
-    found |= {key: picture_statistics(counts[episodes].sum(axis=0), frames) for key, counts in pixels.items()}
+    found |= {key: image_statistics(counts[episodes].sum(axis=0), frames) for key, counts in pixels.items()}
     return {feature: {name: value.tolist() for name, value in values.items()} for feature, values in found.items()}
 
 

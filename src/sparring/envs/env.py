@@ -14,7 +14,7 @@ from sparring.envs import ENVS
 from sparring.envs.backend import Arrays, Backend, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
 from sparring.errors import StageFailed, UserError
-from sparring.processes.child import usable_cores
+from sparring.processes.child import error_report, usable_cores
 from sparring.processes.heartbeat import DOING, MAKING_S, OwnStage
 
 if TYPE_CHECKING:
@@ -127,11 +127,17 @@ class _Watched(OwnStage):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
-        if isinstance(error, SystemExit):
-            # raised by a simulator: it must not end this process, possibly with exit code 0
-            raise StageFailed(f"{DOING[self.stage]} failed: the env called sys.exit({error.code})") from error
-        if isinstance(error, Exception):
-            error.failed_at = self.stage  # type: ignore[attr-defined]
+        if error is None or isinstance(error, KeyboardInterrupt):
+            return
+        if not isinstance(error, Exception):
+            # such as sys.exit of a simulator: it must not end this process, possibly with exit code 0
+            raise StageFailed(f"{DOING[self.stage]} failed: the env {error_report(error)[0]}") from error
+        error.failed_at = self.stage  # type: ignore[attr-defined]
+        if isinstance(error, UserError):
+            # with the env that it was
+            error.args, error.__notes__ = (error_report(error)[0],), []
+            # what an env returns is no mistake in a command
+            error.exit_code = 1 if self.stage in ("reset", "simulate") else error.exit_code
 
 
 _GYM_BACKENDS = {"serial": "sparring.envs.gym_batch:SerialBackend", "process": "sparring.envs.workers:ProcessBackend"}
@@ -155,7 +161,7 @@ def make_env(
     if num_envs % group_size:
         raise UserError(f"make_env: num_envs={num_envs}; expected a multiple of group_size={group_size}")
     known, name = (_GYM_BACKENDS, config.vectorize) if isinstance(config, GymConfig) else (ENVS, config.name)  # type: ignore[attr-defined]
-    with _Watched("make", patience_s=MAKING_S):
+    with _Watched("make", timeout_s=MAKING_S):
         backend = build(config, known, num_envs, max_episode_steps, kind="env", name=name)
     env = Env(backend, device, first_env, total_envs, group_size)
     env.config = config

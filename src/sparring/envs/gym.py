@@ -14,12 +14,14 @@ from gymnasium import spaces, wrappers
 from gymnasium.envs import registration
 
 from sparring.config.resolve import resolve
+from sparring.config.text import shortened
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
 from sparring.errors import UserError, describe_error
 
 _INSTALL = 'pip install "sparring[gym]" installs what gymnasium\'s own envs need'
+_SHOWN = 200  # characters of what an env returned
 # env.name -> why MuJoCo cannot render in this process: a second attempt would end the process without an exception
 _NO_OPENGL: dict[str, str] = {}
 
@@ -59,7 +61,12 @@ class _ObservationMap:
 
     def check(self, observation: Any) -> None:
         for key, space, *_ in self.parts:
-            value = observation if key is None else observation[key]
+            try:
+                value = observation if key is None else observation[key]
+            except (LookupError, TypeError):
+                got = shortened(repr(observation), _SHOWN)
+                expected = f"expected the key {key!r}, as in its observation_space"
+                raise UserError(f"the observation of {self.env_name} is {got}; {expected}") from None
             if np.shape(value) != space.shape:
                 label = "the observation" if key is None else f"observation[{key!r}]"
                 raise UserError(
@@ -171,7 +178,11 @@ class GymRobot:
         self._return, self._elapsed = 0.0, 0
 
     def reset(self, seed: int) -> None:
-        self._observation, _ = self.env.reset(seed=seed)
+        result = self.env.reset(seed=seed)
+        try:
+            self._observation, _ = result
+        except (TypeError, ValueError):
+            raise self._unlike("reset", result, "a pair (observation, info)") from None
         self.observations.check(self._observation)
         self._return, self._elapsed = 0.0, 0
 
@@ -181,7 +192,11 @@ class GymRobot:
         if self.recording:
             self.frames = []
         for index, action in enumerate(actions):
-            self._observation, reward, terminated, truncated, info = self.env.step(action)
+            result = self.env.step(action)
+            try:
+                self._observation, reward, terminated, truncated, info = result
+            except (TypeError, ValueError):
+                raise self._unlike("step", result, "(observation, reward, terminated, truncated, info)") from None
             try:
                 rewards[index] = reward
                 self._return += reward  # type: ignore[operator]
@@ -202,7 +217,14 @@ class GymRobot:
         return index + 1, terminated, truncated, success
 
     def write(self, arrays: Arrays, row: int) -> None:
-        self.observations.write(self._observation, arrays, row)
+        try:
+            self.observations.write(self._observation, arrays, row)
+        except (TypeError, ValueError, LookupError):
+            self.observations.check(self._observation)
+            raise
+
+    def _unlike(self, method: str, result: Any, expected: str) -> UserError:
+        return UserError(f"{method}() of {self._name} returned {shortened(repr(result), _SHOWN)}; expected {expected}")
 
     def render(self) -> np.ndarray | None:
         """Return a `[H, W, 3]` uint8 frame, or None and set `no_picture` to the reason."""

@@ -173,7 +173,7 @@ class GymBatch:
         try:
             self.robots[row].reset(self._seeds(self.envs[row], self._episodes[row]))
             self.robots[row].write(arrays.observation, row)
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"in env {self.envs[row]} ({self.name})")
             raise
 
@@ -185,7 +185,7 @@ class GymBatch:
             arrays.terminated[row], arrays.truncated[row] = terminated, truncated
             ended = terminated or truncated
             robot.write(arrays.final if ended else arrays.observation, row)
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"in env {self.envs[row]} ({self.name})")
             raise
         if ended:

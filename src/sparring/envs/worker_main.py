@@ -46,7 +46,7 @@ def _run_command(commands: _Commands, method: str, arguments: tuple) -> tuple[bo
     """Return (True, result), or (False, (description of the error, traceback))."""
     try:
         return True, getattr(commands, method)(*arguments)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # an env may raise any of these
+    except BaseException as error:  # an env may raise anything
         return False, error_report(error)
 
 

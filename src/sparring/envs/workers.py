@@ -105,10 +105,10 @@ class _WorkerPool:
     def share(self, spec: EnvSpec, num_envs: int, chunk: int) -> None:
         columns = StepArrays.columns(spec, num_envs, chunk)
         instead = "a larger /dev/shm, or env.vectorize=serial"
-        self.memory = SharedMemory.make(columns, what="the memory shared with env workers", instead=instead)
+        self.memory = SharedMemory.make(columns, what="the memory shared with env workers", advice=instead)
         self.arrays = StepArrays.of(self.memory.arrays)
         self.call("attach", self.memory.handle)
-        self.memory.forget_name()
+        self.memory.unlink()
 
     def call(self, method: str, *arguments: Any, owner_of: int | None = None) -> list[Any]:
         """Run a command in all workers, or in the worker of the env `owner_of`; return the results."""
@@ -141,8 +141,8 @@ class _WorkerPool:
             for worker in workers:
                 given = arguments(worker)
                 # a message without arguments, such as "step", cannot block: the worker has read all earlier messages
-                worker.send((method, given), check if given else None)
-            replies = [worker.reply(check) for worker in workers]
+                worker.send((method, given), partial(check, [worker]) if given else None)
+            replies = [worker.reply(partial(check, workers[n:])) for n, worker in enumerate(workers)]
         except (WorkerError, StageFailed):
             self.close()
             raise
@@ -154,13 +154,17 @@ class _WorkerPool:
                 raise WorkerError(f"{worker.name} failed: {result[0]}\n\nTraceback of the worker:\n{result[1]}")
         return [result for _, result in replies]
 
-    def _check(self, deadline: float) -> None:
+    def _check(self, deadline: float, waited_for: list["_Worker"]) -> None:
         """Called while waiting for workers. Raise if a worker has died or a deadline has passed."""
         for worker in self.workers:
             if worker.process.poll() is not None:
                 raise worker.failure()
-        if OwnStages.now is not None:
-            OwnStages.now.check()
+        try:
+            if OwnStages.now is not None:
+                OwnStages.now.check()
+        except StageFailed as error:
+            error.add_note(f"in {', '.join(worker.name for worker in waited_for if not worker.has_message())}")
+            raise
         if time.monotonic() > deadline:
             raise WorkerError(f"the env workers have not replied for {LONGEST_S:g} seconds")
 

@@ -1,1 +1,1 @@
-"""Child processes, ranks, heartbeats and memory that they share."""
+"""Child processes, ranks, heartbeats, shared memory and files."""

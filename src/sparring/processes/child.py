@@ -1,4 +1,4 @@
-"""Child interpreters: how they start, talk, are noticed to die and end; what parent and child do about signals."""
+"""Child interpreters: start, messages, detection of death, end, and signal handling in parent and child."""
 
 import logging
 import math
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sparring.env")
 
-# lines of output that an error about a dead child repeats; a longer line, as of a progress bar, is cut
+# lines of output in an error about a dead child; longer lines, e.g. of a progress bar, are split
 _LAST_LINES, _LONGEST_LINE = 20, 2000
-# how long after its death a child's output may still be on its way
+# seconds to wait for the remaining output of a dead child
 _OUTPUT_S = 1.0
-# how often a parent that waits looks whether its children live; a normal death shows at once as a closed pipe
-_LOOK_S = 0.2
-# bytes of a message that are written at once: of up to 16,384 a reader who sees the first has all
+# period in which a waiting parent checks its children; a normal death is seen at once as a closed pipe
+_POLL_S = 0.2
+# bytes per part of a message: writes of up to 16,384 bytes arrive as a whole
 _PART = 16_000
 _MORE, _LAST = b"+", b"."
-# what a scheduler, or a terminal that is closed, sends
+# signals from a scheduler, or from a terminal that is closed
 _TO_LEAVE = (signal.SIGTERM, signal.SIGHUP)
-# exit code of a child that a signal ended -> what that often means
+# exit code of a child that a signal ended -> the usual cause
 _HINTS = {
-    -signal.SIGKILL: "; killed, by hand or by the system: that often means out of memory, try fewer envs",
-    -signal.SIGBUS: "; often no room is left in shared memory, or in buffer.folder",
+    -signal.SIGKILL: "; killed by a user or the system, often because of too little memory: try fewer envs",
+    -signal.SIGBUS: "; often because shared memory or buffer.folder is full",
 }
 
 
 class MessagePipe:
     """One end of a pipe for pickled messages, which are written and read in parts.
 
-    `wait` is called before each part. It returns when that part will not block, or raises: the other side may stop in
-    the middle of a message.
+    `wait` is called before each part and returns when that part will not block. It may raise, because the other side
+    may stop in the middle of a message.
     """
 
     def __init__(self, connection: "Connection"):
@@ -59,7 +59,7 @@ class MessagePipe:
 
     @staticmethod
     def pack(message: Any) -> bytes:
-        """By value: torch would have a plain `send` pass its tensors on through files and sockets of its own."""
+        """Pickle by value: with `Connection.send`, torch would share its tensors through files and sockets."""
         return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
     def write(self, packed: bytes, wait: Callable[[], None] | None = None) -> None:
@@ -79,20 +79,20 @@ class MessagePipe:
 
 
 class Child:
-    """A fresh interpreter that runs `python -m MODULE FD`, where FD is its end of a pipe; see `connect_to_parent`.
+    """A new interpreter that runs `python -m MODULE FD`, where FD is its end of a pipe; see `connect_to_parent`.
 
-    Not by multiprocessing: scripts need no `if __name__ == "__main__"`, notebooks work, and torch is not inherited.
+    Not multiprocessing: scripts need no `if __name__ == "__main__"`, notebooks work, and torch is not inherited.
     """
 
     def __init__(self, module: str, name: str, environment: Mapping[str, str]):
         from multiprocessing import Pipe
 
         connection, theirs = Pipe()
-        # it imports what this process can
+        # the same sys.path as this process
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.name, self._owner = name, os.getpid()
         self.process = subprocess.Popen(
-            # -u, -X faulthandler: its last output comes through. -P: without the current folder, see PYTHONPATH
+            # -u, -X faulthandler: its last output is not lost. -P: without the current folder, see PYTHONPATH
             [sys.executable, "-u", "-X", "faulthandler", "-P", "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -110,13 +110,13 @@ class Child:
         log.debug("%s started as process %s", name, self.process.pid)
 
     def send(self, message: Any, check: Callable[[], None] | None = None) -> None:
-        """`check` is called now and then while there is no room, and may raise."""
-        # a death is noticed by `receive`
+        """Send a message. `check` is called periodically while the pipe is full, and may raise."""
+        # `receive` reports a dead child
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(message, partial(_wait, self._writable, check) if check else None)
 
     def receive(self, check: Callable[[], None]) -> Any:
-        """`check` is called now and then while nothing comes, and may raise. EOFError: it has hung up, or died."""
+        """Wait for a message. `check` is called periodically and may raise. EOFError: the child hung up or died."""
         try:
             return self.pipe.receive(partial(_wait, self._readable, check))
         except ConnectionResetError:
@@ -126,50 +126,50 @@ class Child:
         return bool(self._readable.poll(0))
 
     def is_stopped(self) -> bool:
-        """By a signal: it can neither answer nor leave by itself."""
+        """Whether a signal (SIGSTOP) has stopped it: it can neither answer nor end by itself."""
         if self.process.poll() is not None or not hasattr(os, "waitid"):
             return False
         try:
             return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
-            # it has ended since
+            # it has ended in the meantime
             return False
 
-    def death(self, patience_s: float) -> str:
-        """How it died, once it has closed its end of the pipe: the end of a sentence about it."""
-        self.end(patience_s)
+    def death(self, timeout_s: float) -> str:
+        """After it closed its end of the pipe: how it died, as the end of a sentence."""
+        self.end(timeout_s)
         code = self.process.returncode
         log.debug("%s died with exit code %s", self.name, code)
-        return f"died with exit code {code}{_HINTS.get(code, '')}{self._output.last_words()}"
+        return f"died with exit code {code}{_HINTS.get(code, '')}{self._output.last_output()}"
 
     def hang_up(self) -> None:
         self.pipe.connection.close()
 
-    def end(self, patience_s: float) -> None:
-        """Hang up; it gets so many seconds to leave by itself."""
+    def end(self, timeout_s: float) -> None:
+        """Hang up and wait this long for the child to end by itself; then kill it."""
         self.hang_up()
-        # a process forked from the owner has copies of all this, which are not its own to end
+        # a process forked from the owner has a copy of this object, and must not end the child
         if os.getpid() != self._owner:
             return
         try:
-            self.process.wait(0 if self.is_stopped() else patience_s)
+            self.process.wait(0 if self.is_stopped() else timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        # what an env started, and did not end
+        # processes that an env started and did not end
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def _wait(ready: "select.poll", check: Callable[[], None]) -> None:
-    while not ready.poll(1000 * _LOOK_S):
+    while not ready.poll(1000 * _POLL_S):
         check()
 
 
 class _Output:
-    """What a child writes to stdout and stderr goes into a log, line by line; a thread reads it until the child ends.
+    """Logs the stdout and stderr of a child line by line; a thread reads them until the child ends.
 
-    Where logging is not set up, nobody would keep it: the child then writes where its parent does.
+    Without logging handlers the output would be lost: the child then inherits the streams of its parent.
     """
 
     def __init__(self, process: subprocess.Popen, name: str):
@@ -181,14 +181,14 @@ class _Output:
 
     @staticmethod
     def streams() -> dict:
-        """For `subprocess.Popen`."""
-        is_kept = logging.getLogger("sparring").handlers
-        return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if is_kept else {}
+        """Arguments of `subprocess.Popen`."""
+        is_logged = logging.getLogger("sparring").handlers
+        return {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if is_logged else {}
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         if self._thread.ident is not None:
             self._thread.join(_OUTPUT_S)
-        return "\n".join(["; its last words:", *(f"  {line}" for line in self.lines)]) if self.lines else ""
+        return "\n".join(["; its last output:", *(f"  {line}" for line in self.lines)]) if self.lines else ""
 
     def _read(self, stream) -> None:
         with stream:
@@ -199,24 +199,24 @@ class _Output:
 
 
 def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
-    """In a child: its end of the pipe. Ctrl-C, SIGTERM and SIGHUP are left to the parent, which saves and hangs up.
+    """In a child: returns its end of the pipe, and leaves Ctrl-C, SIGTERM and SIGHUP to the parent.
 
-    It also hangs up by dying. Then `leave` is called in a thread of its own, and the process ends, whatever it is at.
+    The parent saves and then hangs up; its death hangs up, too. A thread then calls `leave` and ends this process.
     """
     from multiprocessing.connection import Connection
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # by a handler: all that the child starts would ignore it as well, and an env could not end its simulator
+    # with handlers that do nothing: programs that the child starts would inherit SIG_IGN, and an env could not end them
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-        # calls in libraries go on as if there had been none
+        # system calls in libraries are restarted instead of interrupted
         signal.siginterrupt(number, False)
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     connection = Connection(int(sys.argv[1]))
 
     def leave_with_parent() -> None:
         hung_up = select.poll()
-        # for no event but the end, which is always reported
+        # registered for no event: POLLHUP is always reported
         hung_up.register(connection.fileno(), 0)
         hung_up.poll()
         leave()
@@ -227,19 +227,21 @@ def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
 
 
 def error_report(error: BaseException) -> tuple[str, str | None]:
-    """For the parent: what happened, and the traceback; None for a mistake that a person can mend, which needs none."""
-    mendable = isinstance(error, UserError)
-    what = str(error) if mendable else f"{type(error).__name__}: {error}"
+    """What happened, and the traceback; None where it says nothing more, as of a mistake that a person can mend."""
+    mendable = isinstance(error, UserError) or not isinstance(error, Exception)
+    what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    if not isinstance(error, Exception):
+        what = f"called sys.exit({error.code})" if isinstance(error, SystemExit) else f"raised {what}"
     return " ".join([what, *getattr(error, "__notes__", ())]), None if mendable else traceback.format_exc()
 
 
 def describe_env_failure(error: Exception) -> str | None:
-    """A sentence about an error that an env raised, and below it the lines of the env's own. None: any other error."""
+    """A sentence about an error that an env raised, and the part of its traceback in the env. None: any other error."""
     stage = getattr(error, "failed_at", None)
     if stage is None:
         return None
-    said = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    # of a worker they are in the message
+    said, _ = error_report(error)
+    # for an env in a worker, its traceback is part of the message
     frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
     own = next((n for n, frame in enumerate(reversed(frames)) if Path(frame.filename).is_relative_to(ours)), 0)
     lines = traceback.format_list(frames[len(frames) - own :])
@@ -250,13 +252,14 @@ def describe_env_failure(error: Exception) -> str | None:
 
 @contextmanager
 def forward_signals(children: list[subprocess.Popen]) -> Iterator[None]:
-    """While children run that save and leave on their own: a terminal tells them of Ctrl-C itself, `kill` only us."""
+    """Context while children run that save and end by themselves: forwards SIGTERM and SIGHUP, which only this process
+    gets. A terminal sends Ctrl-C to the children, too."""
 
-    def tell(number: int, frame: object) -> None:
+    def forward(number: int, frame: object) -> None:
         for child in children:
             child.send_signal(number)
 
-    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, **dict.fromkeys(filter(_is_heard, _TO_LEAVE), tell)}
+    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_IGN, **dict.fromkeys(filter(_is_handled, _TO_LEAVE), forward)}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -265,44 +268,44 @@ def forward_signals(children: list[subprocess.Popen]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _is_heard(number: int) -> bool:
-    """Not where nohup has it ignored."""
+def _is_handled(number: int) -> bool:
+    """False if the signal is ignored, as with nohup."""
     return signal.getsignal(number) is not signal.SIG_IGN
 
 
 class Interrupt:
-    """The first Ctrl-C (or SIGTERM, SIGHUP) asks the loop to stop after this update; the second stops at once.
+    """The first Ctrl-C (or SIGTERM, SIGHUP) requests the loop to stop after this update; the second stops at once.
 
-    An env that is at work `grace_s` seconds after the first is broken off.
+    An env that is still busy `grace_s` seconds after the first is interrupted.
     """
 
-    def __init__(self, speaks: bool = True, grace_s: float = math.inf):
-        self.speaks, self.grace_s, self.asked = speaks, grace_s, False
+    def __init__(self, logs: bool = True, grace_s: float = math.inf):
+        self.logs, self.grace_s, self.requested = logs, grace_s, False
         self._before: dict[int, Any] = {}
 
     def __enter__(self):
-        # in another thread, whoever runs us there handles its own signals
+        # signals can be handled in the main thread only
         if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGINT, *filter(_is_heard, _TO_LEAVE)]
-            self._before = {number: signal.signal(number, self._ask) for number in numbers}
+            numbers = [signal.SIGINT, *filter(_is_handled, _TO_LEAVE)]
+            self._before = {number: signal.signal(number, self._request) for number in numbers}
         return self
 
     def __exit__(self, *error):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number, frame):
-        if self.asked:
+    def _request(self, number, frame):
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         if OwnStages.now is not None:
             OwnStages.now.stop_at = time.monotonic() + self.grace_s
-        if self.speaks:
-            asked = "stopping after this update, then saving; once more gives up without saving"
-            logging.getLogger(__name__).warning("\n%s", asked)
+        if self.logs:
+            text = "stopping after this update, then saving; a second signal stops at once without saving"
+            logging.getLogger(__name__).warning("\n%s", text)
 
 
 def usable_cores(shared_by: int = 1) -> int:
-    """For each of so many that work at the same time. Of a machine of 64 cores this process may have 4."""
+    """Cores that this process may use (maybe not all of the machine), divided among `shared_by` processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // shared_by)

@@ -1,6 +1,6 @@
-"""Several processes as one: rank, device, sums and waits. The only file that imports accelerate.
+"""Several processes of one run: rank, device, reductions and barriers. The only file that imports accelerate.
 
-Alone (the usual case on a laptop) everything here is free: no process group, no import.
+With a single process nothing here has a cost: there is no process group and no import.
 """
 
 import os
@@ -18,69 +18,69 @@ from torch import nn
 
 from sparring.errors import Diverged, OtherFailed, PeerGone, UserError
 from sparring.processes.heartbeat import (
-    ELSEWHERE,
+    BARRIER,
+    COLLECTIVE,
     ENTERED,
     FIRST_TIME,
-    PATIENT,
+    OUTSIDE,
     PLACE,
-    TOGETHER,
     UPDATES,
     own_heartbeat,
 )
 
-# what gloo says where another process has gone, or does not come
+# parts of gloo's messages if another process has ended, or is late
 _GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket closed")
 _LATE = ("Timed out", "timed out")
-# how many times rollout.watchdog_s a barrier waits, during evaluations and while the main process saves
-_PATIENCE = 180
+# timeout of a barrier in units of rollout.watchdog_s; processes wait during evaluations and while the main one saves
+_BARRIER_FACTOR = 180
 
 
 class Distributed:
     """This process among `world_size`."""
 
     def __init__(self, device: str = "auto", watchdog_s: float = 60.0):
-        # as it was asked for: a name, or auto
-        self.asked = device
+        # as configured: a name, or auto
+        self.requested = device
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exact_kernels()
-        # what the launcher sees of this process
+        # read by the launcher
         self.heartbeat = own_heartbeat() if self.world_size > 1 else None
-        patience = timedelta(seconds=_PATIENCE * watchdog_s)
-        # a launcher of ours has limits of its own, and reports which process it was
-        limit = patience if self.heartbeat else timedelta(seconds=FIRST_TIME * watchdog_s)
+        long = timedelta(seconds=_BARRIER_FACTOR * watchdog_s)
+        # our launcher has its own limits, and reports which process exceeded them
+        limit = long if self.heartbeat else timedelta(seconds=FIRST_TIME * watchdog_s)
         self.accelerator = _accelerator(device, limit) if self.world_size > 1 else None
-        # by gloo also where there are GPUs, whose waits keep them busy
-        self._patient = torch.distributed.new_group(timeout=patience, backend="gloo") if self.accelerator else None
+        # gloo even with GPUs, because NCCL keeps a GPU busy while it waits
+        self._barrier_group = torch.distributed.new_group(timeout=long, backend="gloo") if self.accelerator else None
         self.rank = self.accelerator.process_index if self.accelerator else 0
         self.is_main = self.rank == 0
         self.device = self.accelerator.device if self.accelerator else torch.device(pick_device(device))
 
     @property
     def lacks_gpus(self) -> str | None:
-        """A warning where `--gpus N` found none."""
-        processes, on = self.world_size, self.device.type
-        if processes == 1 or on != "cpu" or self.asked != "auto":
+        """A warning if `--gpus N` was given and no GPU is visible."""
+        processes, used = self.world_size, self.device.type
+        if processes == 1 or used != "cpu" or self.requested != "auto":
             return None
         return (
-            f"--gpus {processes}, but no GPU is visible here: {processes} processes share the CPU; nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES say which GPUs there are, device=cpu says that this is meant"
+            f"--gpus {processes}, but no GPU is visible: {processes} processes share the CPU. Check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES; device=cpu turns this warning off"
         )
 
     @torch.no_grad()
     def broadcast_weights(self, module: nn.Module) -> None:
-        """All processes go on from the main one's weights and buffers; the same of them must learn everywhere."""
+        """Copy weights and buffers of the main process to all others; the same parameters must learn everywhere."""
         if not self.accelerator:
             return
-        self._check_alike(module)
-        for tensor in (held.detach() for held in [*module.parameters(), *module.buffers()]):
-            # bytes, which all kinds of numbers are; where they are already here, these are the module's own
+        self._check_equal(module)
+        for tensor in (own.detach() for own in [*module.parameters(), *module.buffers()]):
+            # as bytes, which works for every dtype; without a copy if the tensor is already on this device
             shared = tensor.to(self.device).contiguous()
             with self._in_collective():
                 torch.distributed.broadcast(shared.view(-1).view(torch.uint8), src=0)
             tensor.copy_(shared)
 
     def average_(self, gradient: torch.Tensor) -> None:
-        """In place, over the processes. Called once per gradient step: what no loss reads has zeros in it, not None."""
+        """Average over the processes, in place. Called per gradient step; unused parameters have zeros, not None."""
         if not self.accelerator:
             return
         shared = gradient.to(self.device)
@@ -95,20 +95,20 @@ class Distributed:
             return self.accelerator.reduce(tensor, "sum")
 
     def mean(self, values: dict[str, float]) -> dict[str, float]:
-        """Each value averaged over the processes; all of them must bring the same keys."""
+        """Average each value over the processes; all of them must give the same keys."""
         if not self.accelerator:
             return values
         own = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         with self._in_collective():
-            # NCCL waits for the others where numbers are read
+            # inside the collective, because NCCL waits for the others when the numbers are read
             means = (self.accelerator.reduce(own, "sum") / self.world_size).tolist()
         return dict(zip(values, means, strict=True))
 
     def mean_of_all(self, values: dict[str, float]) -> dict[str, float]:
-        """As `mean`, of each value over the processes that bring it; for now and then: it is slower."""
-        everyone = self.gather_objects([values])
-        names = dict.fromkeys(name for values in everyone for name in values)
-        return {name: fmean(values[name] for values in everyone if name in values) for name in names}
+        """Average each value over the processes that have it. Slower than `mean`."""
+        gathered = self.gather_objects([values])
+        names = dict.fromkeys(name for values in gathered for name in values)
+        return {name: fmean(values[name] for values in gathered if name in values) for name in names}
 
     def max(self, value: float) -> float:
         if not self.accelerator:
@@ -126,19 +126,19 @@ class Distributed:
             return gather_object(values)
 
     def barrier(self) -> None:
-        """Where some may come minutes after the others: in any other collective, a rank that is so late hangs."""
+        """Wait for all processes, even for minutes; in any other collective the watchdog reports such a delay."""
         if self.accelerator:
-            with self._in_collective(PATIENT):
-                torch.distributed.barrier(self._patient)
+            with self._in_collective(BARRIER):
+                torch.distributed.barrier(self._barrier_group)
 
     def update_done(self) -> None:
-        """After the first one, the watchdog is less patient: everything has been compiled."""
+        """Count an update. After the first one, everything is compiled and the watchdog's timeout is shorter."""
         if self.heartbeat:
             self.heartbeat[UPDATES] += 1
 
     @contextmanager
-    def _in_collective(self, place: int = TOGETHER) -> Iterator[None]:
-        """Shows the launcher where this rank is; raises PeerGone where another rank has gone."""
+    def _in_collective(self, place: int = COLLECTIVE) -> Iterator[None]:
+        """Record for the launcher where this rank is; raise PeerGone if another rank has ended or is too late."""
         if self.heartbeat:
             self.heartbeat[PLACE] = place
             self.heartbeat[ENTERED] += 1
@@ -146,42 +146,42 @@ class Distributed:
             yield
         except RuntimeError as error:
             if not isinstance(error, torch.distributed.DistError) and not any(
-                word in str(error) for word in _GONE + _LATE
+                text in str(error) for text in _GONE + _LATE
             ):
                 raise
             first = str(error).splitlines()[0]
-            what = "has gone"
-            if any(word in first for word in _LATE):
-                what = "did not come to where this one waits; if it was only slow, raise rollout.watchdog_s"
+            what = "has ended"
+            if any(text in first for text in _LATE):
+                what = "did not reach this collective; if it was only slow, raise rollout.watchdog_s"
             raise PeerGone(f"process {self.rank}: another process of this run {what} ({first})") from error
         finally:
             if self.heartbeat:
-                self.heartbeat[PLACE] = ELSEWHERE
+                self.heartbeat[PLACE] = OUTSIDE
 
-    def _check_alike(self, module: nn.Module) -> None:
-        held = [
+    def _check_equal(self, module: nn.Module) -> None:
+        own = [
             f"{name} {list(tensor.shape)} ({tensor.dtype}, {'learns' if tensor.requires_grad else 'does not learn'})"
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
         ]
-        main, *others = self.gather_objects([held])
+        main, *others = self.gather_objects([own])
         for rank, other in enumerate(others, 1):
             for ours, theirs in zip_longest(main, other, fillvalue="nothing"):
                 if ours != theirs:
                     raise UserError(
-                        f"the processes do not hold the same {type(module).__name__}: process 0 has {ours} where "
-                        f"process {rank} has {theirs}; make it alike in all of them, from the same config and files"
+                        f"{type(module).__name__} differs between processes: process 0 has {ours}, process {rank} has "
+                        f"{theirs}; create it in all of them from the same config and files"
                     )
 
 
 def exact_kernels() -> None:
-    """On a GPU no TF32, which drifts by up to the parity gate's tolerance; and the same weights from the same run."""
+    """On a GPU disable TF32, whose errors may reach the parity gate's tolerance, and make cuDNN deterministic."""
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.deterministic = True
 
 
 def pick_device(name: str) -> str:
-    """'auto' is the first visible GPU, else the CPU."""
+    """'auto' is the first visible GPU, or the CPU if there is none."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda"):
@@ -203,47 +203,47 @@ def _accelerator(device: str, limit: timedelta):
     name = pick_device(device)
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if ":" in name:
-        advice = "choose GPUs by setting CUDA_VISIBLE_DEVICES, with device=cuda"
-        raise UserError(f"device={device} names one GPU and {processes} processes run; {advice}")
+        advice = "set device=cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
+        raise UserError(f"device={device} names one GPU for {processes} processes; {advice}")
     if name == "cuda" and processes > gpus:
-        raise UserError(f"--gpus {processes}: this machine shows {gpus} GPUs; use --gpus {gpus} or device=cpu")
+        raise UserError(f"--gpus {processes}: only {gpus} GPUs are visible; use --gpus {gpus} or device=cpu")
     return Accelerator(cpu=name == "cpu", kwargs_handlers=[InitProcessGroupKwargs(timeout=limit)])
 
 
 @contextmanager
 def fail_together(distributed: Distributed) -> Iterator[None]:
-    """Around collecting: all processes stop together where one of them has lost its robots, and can then save together.
+    """Context of collecting: if it fails in one process, all processes stop after it and can save together.
 
-    Others are waited for: robots need not be equally fast.
+    Processes wait for each other at its end, because robots need not be equally fast.
     """
     failure = None
     try:
         yield
-    except Exception as error:  # whatever envs and policies raise; raised again below
+    except Exception as error:  # any error of envs and policies; raised again below
         failure = error
     diverged = isinstance(failure, Diverged)
     try:
         distributed.barrier()
     except PeerGone as gone:
-        # shows both
+        # chained, so that both are shown
         raise gone from failure
     worst = distributed.max(float(failure is not None) + diverged)
-    # where one has diverged none of them saves
+    # if one has diverged, no process saves
     if worst == 2 and not diverged:
         raise Diverged("training has diverged in another process of this run") from failure
     if worst:
-        raise failure or OtherFailed("another process of this run has failed to collect")
+        raise failure or OtherFailed("collecting has failed in another process of this run")
 
 
 def seed_everything(seed: int) -> None:
-    """The global generators, from which fresh weights and the envs and models of users are drawn."""
+    """Seed the global generators, which initial weights and user-defined envs and models use."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def random_state(device: torch.device) -> dict:
-    """In tensors and plain values, so that reading it back never runs code."""
+    """The state of the global generators as tensors and plain values, so that loading it never runs code."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast(tuple, np.random.get_state())
     numpy = [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached]

@@ -1,4 +1,4 @@
-"""Regular files, read within bounds and written whole, and the lock of a folder that one process writes to."""
+"""Bounded reads and atomic writes of regular files, and the lock of a folder with a single writer."""
 
 import errno
 import fcntl
@@ -11,14 +11,14 @@ from typing import BinaryIO
 from sparring.errors import UserError
 
 LOCK = "writer.lock"
-# whoever only asks whether somebody writes holds the lock for a moment
+# how long to try, because `is_held` takes the lock for a moment
 _LOCK_S = 0.3
-# bytes of a file that is read at once: status, settings, results
+# default limit of `read_small`, for status, settings and results
 _SMALL = 16 << 20
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """To read it. A FIFO would be waited for, a device read for ever: OSError."""
+    """Open a file for reading; OSError for a FIFO, which would block, or a device, which may have no end."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
@@ -29,18 +29,18 @@ def open_regular(file: Path) -> BinaryIO:
 
 
 def read_small(file: Path, most: int = _SMALL) -> bytes:
-    """All of a regular file of at most so many bytes; else OSError."""
+    """Read a regular file; OSError if it has more than `most` bytes."""
     with open_regular(file) as opened:
         content = opened.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EOVERFLOW, f"larger than {most / 1e6:.2g} MB, the most that is read", str(file))
+        raise OSError(errno.EOVERFLOW, f"larger than the limit of {most / 1e6:.2g} MB", str(file))
     return content
 
 
 def flush(path: Path, tree: bool = False) -> None:
-    """A file or folder onto the disk, so that a rename never points at an empty file after a power cut.
+    """Flush a file or folder to the disk, so that a rename never leads to an empty file after a power failure.
 
-    `tree`: with all that is in the folder.
+    `tree`: including everything below the folder.
     """
     for each in (*(path.rglob("*") if tree else ()), path):
         descriptor = os.open(each, os.O_RDONLY)
@@ -51,45 +51,50 @@ def flush(path: Path, tree: bool = False) -> None:
 
 
 def refuse_special(path: Path) -> None:
-    """Nothing is written through a link, nor put in place of one, or of a FIFO or a device: OSError."""
+    """OSError for a link, FIFO or device, so that nothing is written through it or replaces it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         what = "a link" if path.is_symlink() else "Is a directory" if path.is_dir() else "not a regular file"
         raise OSError(errno.ENXIO, what, str(path))
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Before anything is written below a folder, which may be somebody else's. It may be a link itself."""
+    """Raise for links inside a folder that lead out of it; call it before writing. The folder itself may be a link."""
     root = folder.resolve()
     for inner, names, _ in os.walk(folder):
         for path in (Path(inner, name) for name in names):
             if path.is_symlink() and not path.resolve().is_relative_to(root):
-                raise UserError(f"'{path}' is a link that leads out of '{folder}'; replace it by a folder")
+                raise UserError(f"'{path}' is a link that leads out of '{folder}'; replace it with a folder")
 
 
 def partial_of(path: Path) -> Path:
-    """Where a file is written until it is whole; what a killed process left there, or a link, is gone."""
+    """The temporary path for writing a file; removes what a killed process left there, or a link."""
     refuse_special(path)
-    # hidden: out.partial may be a file of the user
+    # hidden, because out.partial may be a file of the user
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     return partial
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = False) -> None:
-    """A file that is never there in part, whoever reads it and whenever the process ends; `sync`: onto the disk."""
+    """Write a file atomically: readers never see a part of it, even if the process is killed. `sync`: flush it."""
     partial = partial_of(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with os.fdopen(os.open(partial, flags, 0o666), "wb") as opened:
-        opened.write(content.encode() if isinstance(content, str) else content)
-    if sync:
-        flush(partial)
+    try:
+        with os.fdopen(os.open(partial, flags, 0o666), "wb") as opened:
+            opened.write(content.encode() if isinstance(content, str) else content)
+        if sync:
+            flush(partial)
+    except OSError as error:  # the disk is full
+        partial.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
     partial.replace(path)
     if sync:
         flush(path.parent)
 
 
 def take_lock(folder: Path) -> int:
-    """A file descriptor: the lock is held until it is closed or the process ends, in whatever way."""
+    """Take the lock; it is held until the returned file descriptor is closed or the process ends."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     deadline = time.monotonic() + _LOCK_S
     while True:
@@ -108,7 +113,7 @@ def take_lock(folder: Path) -> int:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process writes there; None: unknown. Asking takes the lock for a moment, see `take_lock`."""
+    """Whether a process holds the lock; None: unknown. This check takes the lock for a moment, see `take_lock`."""
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:

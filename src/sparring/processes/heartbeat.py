@@ -1,8 +1,8 @@
-"""Heartbeats and watchdogs: one process finds out that another one hangs. No torch, no numpy.
+"""Heartbeats and watchdogs: detect processes and stages that hang. No torch, no numpy.
 
-Each rank of `--gpus N` writes a row of whole numbers in a file that all of them map; the launcher measures by its own
-clock how long these stay the same. The collecting process shows its learner by when each of its stages has to be over;
-what a process does with envs of its own, a thread of it watches in the same way, and the guard of a command (guard.py).
+Each rank of `--gpus N` writes a row of integers into a file that all of them map; the launcher measures with its own
+clock how long they do not change. The actor process writes deadlines of its stages for the learner. A thread watches
+the deadlines of envs in its own process, and so does the guard of a command (guard.py).
 """
 
 import atexit
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sparring.env")
 
-# names the file, in the environment of the ranks
+# environment variable of the ranks with the path of the file
 FILE = "SPARRING_HEARTBEATS"
-# of a row: beats of the heart (by a thread, so a rank that computes for minutes still lives); collectives entered so
-# far; where the rank is now; updates so far
+# columns of a row: heartbeats (by a thread, so that a rank that computes for minutes counts as alive); number of
+# entered collectives; current place; number of updates; and the number of columns
 BEATS, ENTERED, PLACE, UPDATES, COLUMNS = range(5)
-# where a rank is: in no collective; in one that all must reach soon; in one where some may come minutes later
-ELSEWHERE, TOGETHER, PATIENT = range(3)
-# how much longer everything may take the first time, when things are read and compiled; and when a rank leaves, whose
-# heart no longer beats while its libraries are put away
+# place of a rank: in no collective; in one that all must reach soon; in one that some may reach minutes later
+OUTSIDE, COLLECTIVE, BARRIER = range(3)
+# factor of timeouts for the first time, which includes loading and compiling, and for the end of a rank, whose
+# heartbeat stops while its libraries are unloaded
 FIRST_TIME = 10
 _BEAT_S = 0.2
-# seconds until a rank must have begun: libraries are read from slow disks
+# timeout of the start of a rank, which may load libraries from slow disks
 _BEGIN_S = 600.0
-# seconds to make the env and the policy: weights of gigabytes are read
+# timeout of making the env and the policy, which may load gigabytes of weights
 MAKING_S = 1800.0
-# stages that can hang, in words
+# stages that can hang, as text for messages
 DOING = {
     "collect": "collecting",
     "load": "loading weights, or a checkpoint",
-    "report": "telling of a rollout (the env's state, films)",
+    "report": "reporting a rollout (the env's state, videos)",
     "make": "making the env and the policy",
     "reset": "resetting the env",
     "simulate": "simulating (a step of the env)",
@@ -58,28 +58,28 @@ DOING = {
     "share": "handing over a rollout",
     "wait": "waiting for weights",
     "render": "drawing the env",
-    "state": "asking the env where it is, or putting it back",
+    "state": "saving or restoring the state of the env",
     "close": "closing the env",
     "rollout": "waiting for a rollout",
 }
-# of a process's own envs, in the order of their columns; and those that are broken off where a run was asked to stop
+# stages of the envs of this process, in the order of their columns; stages that are interrupted if a run must stop
 OWN = ("make", "reset", "simulate", "render", "state", "close", "rollout")
-_BROKEN_OFF = ("reset", "simulate", "rollout")
-# how often the thread looks; how long after a deadline it acts: whoever waits for a worker has noticed by then; and how
-# much later it ends the process, if that had no effect
+_INTERRUPTED = ("reset", "simulate", "rollout")
+# period of the thread; its delay after a deadline, until which code that waits for a worker has raised by itself; and
+# the time after that until it ends the process
 _WATCH_S, _AFTER_S, _END_S = 0.2, 0.5, 3.0
 
 
 def overdue(stage: str, group: int, watchdog_s: float) -> str:
     """The sentence about a stage whose deadline has passed."""
-    limit = f"rollout.watchdog_s={watchdog_s:g} seconds, the first time {FIRST_TIME} times as long"
-    limit = f"{MAKING_S:g} seconds" if stage == "make" else limit
-    return f"{DOING[stage]} has not come to an end, in group {group}; it is given {limit}"
+    setting = f"rollout.watchdog_s={watchdog_s:g}, the first time {FIRST_TIME} times as long; "
+    limit, setting = (MAKING_S, "") if stage == "make" else (watchdog_s, setting)
+    return f"{DOING[stage]} has not finished within {limit:g} seconds ({setting}group {group})"
 
 
 @cache
 def own_heartbeat() -> memoryview | None:
-    """The row of this rank, whose heart begins to beat with the first call; None where nobody launched it."""
+    """The row of this rank; the first call starts its heartbeat. None without a launcher."""
     if FILE not in os.environ:
         return None
     row = _rows(Path(os.environ[FILE]))[int(os.environ["RANK"])]
@@ -94,35 +94,35 @@ def own_heartbeat() -> memoryview | None:
     return row
 
 
-def is_first_to_say(sentence: str) -> bool:
-    """Of the ranks that were launched together: an error that all of them have is shown once."""
+def is_first_report(message: str) -> bool:
+    """Whether no other rank of this launch has reported this message, so that a common error is shown once."""
     if FILE not in os.environ:
         return True
-    said = Path(os.environ[FILE]).with_name(f"said-{zlib.crc32(sentence.encode()):08x}")
-    # a launcher that has gone has taken the folder along
+    mark = Path(os.environ[FILE]).with_name(f"reported-{zlib.crc32(message.encode()):08x}")
+    # without the folder, the launcher has ended
     with contextlib.suppress(FileNotFoundError):
         try:
-            said.touch(exist_ok=False)
+            mark.touch(exist_ok=False)
         except FileExistsError:
             return False
     return True
 
 
 def _rows(file: Path) -> list[memoryview]:
-    """Of all ranks, in a mapped file."""
+    """The rows of all ranks, in a mapped file."""
     with open(file, "r+b") as opened:
         numbers = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
     return [numbers[first : first + COLUMNS] for first in range(0, len(numbers), COLUMNS)]
 
 
 class _Rank:
-    """As the launcher sees it: for how many seconds it has shown the same."""
+    """A rank as seen by the launcher: seconds without a heartbeat (`silent`) and at the same place (`still`)."""
 
     def __init__(self, row: memoryview):
         self.row, self.seen = row, [0] * COLUMNS
         self.silent = self.still = 0.0
 
-    def look(self, seconds: float) -> None:
+    def update(self, seconds: float) -> None:
         now, before = self.row.tolist(), self.seen
         self.silent = self.silent + seconds if now[BEATS] == before[BEATS] else 0.0
         moved = (now[ENTERED], now[PLACE]) != (before[ENTERED], before[PLACE])
@@ -131,57 +131,57 @@ class _Rank:
 
 
 class Watchdog:
-    """Finds the ranks that hang, by the heartbeats in `file`, which it makes. Call `look` often."""
+    """Detects ranks that hang, by the heartbeats in `file`, which it creates. Call `check` often."""
 
     def __init__(self, file: Path, ranks: int, watchdog_s: float):
         file.write_bytes(bytes(8 * COLUMNS * ranks))
         self.watchdog_s, self.ranks = watchdog_s, [_Rank(row) for row in _rows(file)]
 
-    def look(self, alive: list[int], seconds: float) -> tuple[list[int], str] | None:
-        """The ranks that hang, and why one thinks so; `seconds` went by since the last call."""
+    def check(self, alive: list[int], seconds: float) -> tuple[list[int], str] | None:
+        """The ranks that hang, and the evidence; `seconds`: time since the last call."""
         watched = {rank: self.ranks[rank] for rank in alive}
         for rank in watched.values():
-            rank.look(seconds)
-        patience = self.watchdog_s * (1 if all(rank.seen[UPDATES] for rank in watched.values()) else FIRST_TIME)
-        silent = [n for n, rank in watched.items() if rank.silent > (patience if rank.seen[BEATS] else _BEGIN_S)]
+            rank.update(seconds)
+        timeout_s = self.watchdog_s * (1 if all(rank.seen[UPDATES] for rank in watched.values()) else FIRST_TIME)
+        silent = [n for n, rank in watched.items() if rank.silent > (timeout_s if rank.seen[BEATS] else _BEGIN_S)]
         if silent:
-            return silent, "gave no sign of life"
-        if not any(rank.seen[PLACE] == TOGETHER and rank.still > patience for rank in watched.values()):
+            return silent, "had no heartbeat"
+        if not any(rank.seen[PLACE] == COLLECTIVE and rank.still > timeout_s for rank in watched.values()):
             return None
-        missing = [n for n, rank in watched.items() if rank.seen[PLACE] == ELSEWHERE]
+        missing = [n for n, rank in watched.items() if rank.seen[PLACE] == OUTSIDE]
         if missing:
-            return missing, "did not come to where the others wait for it"
-        if all(rank.still > patience for rank in watched.values()):
-            return alive, "wait for each other"
+            return missing, "did not enter the collective of the others"
+        if all(rank.still > timeout_s for rank in watched.values()):
+            return alive, "waited for each other"
         return None
 
 
 class StageDeadlines:
-    """By when each stage has to be over: a table `[lanes, stages]` that one process writes and another watches.
+    """Deadlines of stages: a table `[groups, stages]` that one process writes and another one watches.
 
-    0 where a stage is not at work. The first time it may take ten times as long.
+    0: the stage is not running. Its first time may take ten times as long.
     """
 
     def __init__(self, table: "np.ndarray", stages: Sequence[str], watchdog_s: float):
         self.table, self.stages, self.watchdog_s = table, stages, watchdog_s
         self._columns = {stage: column for column, stage in enumerate(stages)}
         self._known: set[tuple[int, str]] = set()
-        # since when no stage has been seen at work
+        # start of the current time without a running stage
         self.idle_since: float | None = None
 
-    def enter(self, lane: int, stage: str, patience_s: float | None = None) -> None:
+    def enter(self, group: int, stage: str, timeout_s: float | None = None) -> None:
         if (column := self._columns.get(stage)) is not None:
-            patience_s = patience_s or self.watchdog_s * (1 if (lane, stage) in self._known else FIRST_TIME)
-            self.table[lane, column] = time.monotonic() + patience_s
+            timeout_s = timeout_s or self.watchdog_s * (1 if (group, stage) in self._known else FIRST_TIME)
+            self.table[group, column] = time.monotonic() + timeout_s
 
-    def leave(self, lane: int, stage: str) -> None:
+    def leave(self, group: int, stage: str) -> None:
         if (column := self._columns.get(stage)) is not None:
-            self.table[lane, column] = 0
-            self._known.add((lane, stage))
+            self.table[group, column] = 0
+            self._known.add((group, stage))
 
-    def look(self, now: float | None = None) -> tuple[tuple[int, str] | None, float]:
-        """A lane and its stage that is late; and for how many seconds no stage has been at work."""
-        # one copy: a stage may end at any time
+    def check(self, now: float | None = None) -> tuple[tuple[int, str] | None, float]:
+        """A group and its stage that is late, if any; and the seconds since any stage was running."""
+        # a copy, because a stage may end at any time
         now, table = now or time.monotonic(), self.table.copy()
         self.idle_since = None if table.any() else self.idle_since or now
         late = ((table > 0) & (table < now)).nonzero()
@@ -190,69 +190,69 @@ class StageDeadlines:
 
 
 class OwnStages:
-    """What this process does with its own envs: a thread watches by when each stage has to be over.
+    """Stages of the envs in this process, whose deadlines a thread watches.
 
-    Where it waits for a worker, whoever waits calls `check`. Any other hang is broken off by a signal, whose handler
-    raises in the main thread: simulators in Python, and calls of the system, wake up. If that has no effect, a process
-    that is ours (a command) is ended.
+    Code that waits for a worker calls `check`. Any other hang is interrupted by a signal, whose handler raises in the
+    main thread: this wakes simulators in Python, and system calls. If it has no effect, the process is ended, provided
+    that it belongs to a command of ours.
     """
 
-    # who is watched now; None: nobody, or by another process
+    # the watched instance; None: none, or another process watches
     now: "OwnStages | None" = None
     # whether the process may be ended
     is_ours = False
 
-    def __init__(self, lanes: int, watchdog_s: float):
-        """A lane for each thread that has envs."""
+    def __init__(self, groups: int, watchdog_s: float):
+        """One group per thread that has envs."""
         import numpy as np
 
-        # what the guard reads: since when this process ends, and has reported why; and the table
-        size = 8 * (1 + lanes * len(OWN))
+        # read by the guard: the time at which this process reported its end (or 0), then the table
+        size = 8 * (1 + groups * len(OWN))
         self._file = os.memfd_create("stages") if hasattr(os, "memfd_create") else -1
         if self._file >= 0:
             weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, size)
         self._shared = np.frombuffer(mmap.mmap(self._file, size))
-        self.deadlines = StageDeadlines(self._shared[1:].reshape(lanes, len(OWN)), OWN, watchdog_s)
-        # what is broken off if it is at work then: somebody asked to stop before
+        self.deadlines = StageDeadlines(self._shared[1:].reshape(groups, len(OWN)), OWN, watchdog_s)
+        # after a request to stop: the time at which stages of _INTERRUPTED are interrupted
         self.stop_at = math.inf
-        # gives what is to be called with the error that ends the process, or None
+        # returns a function to call with the error that ends the process, or None
         self.last_words: Callable[[], Callable[[StageFailed], None] | None] = lambda: None
         self._thread: threading.Thread | None = None
-        # of the clock: until then nothing is late
-        self._patient_until = 0.0
-        # whether envs are the main thread's, which a signal wakes
-        self._wakes = False
+        # nothing counts as late before this time
+        self._late_from = 0.0
+        # whether the envs run in the main thread, which a signal can interrupt
+        self._can_interrupt = False
 
     @property
     def has_hung(self) -> bool:
-        """Whether something never came back, which would hold up the end of the process."""
+        """Whether a stage is still running, which would block the end of the process."""
         return bool(self.deadlines.table.any())
 
     def watch(self) -> None:
         if self.is_ours and OwnStages.now is not self:
-            # which reads this file
+            # imported here, because it imports this file
             from sparring.processes.guard import start_guard
 
             start_guard(self, self._file, self.deadlines.watchdog_s)
         OwnStages.now, self.stop_at = self, math.inf
-        self._wakes = threading.current_thread() is threading.main_thread()
-        if self._wakes:
-            # ignored by who does not handle it, as by programs that an env starts
+        self._can_interrupt = threading.current_thread() is threading.main_thread()
+        if self._can_interrupt:
+            # SIGURG, because processes without a handler, such as programs of an env, ignore it
             signal.signal(signal.SIGURG, lambda *_: self.check(_AFTER_S))
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._look_on, name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._watch_deadlines, name="watchdog", daemon=True)
             self._thread.start()
 
     def end_reported(self) -> None:
-        """This process reports how it ends itself, and ends soon: its guard sees to that only."""
+        """This process has reported its end: the guard only checks that it ends soon."""
         self._shared[0] = time.monotonic()
 
     def check(self, after_s: float = 0.0) -> None:
-        """Raises StageFailed where a stage is late, by so many seconds."""
+        """Raise StageFailed if a stage is late by more than `after_s` seconds."""
         if (why := self._late(after_s)) is not None:
-            # once: what is done to leave is not broken off. An env that takes no notice is told again; one of a group,
-            # in a thread of its own, does not notice
+            # raise once, so that the clean-up is not interrupted; if the env catches the error, raise again later. With
+            # several groups, envs run in their own threads and cannot catch it
             table = self.deadlines.table
             table[table > 0] = (
                 time.monotonic() + FIRST_TIME * self.deadlines.watchdog_s if len(table) == 1 else math.inf
@@ -262,32 +262,32 @@ class OwnStages:
 
     def _late(self, after_s: float = 0.0) -> str | None:
         now = time.monotonic() - after_s
-        if now < self._patient_until:
+        if now < self._late_from:
             return None
-        late, _ = self.deadlines.look(now)
+        late, _ = self.deadlines.check(now)
         if late:
             group, stage = late
             return overdue(stage, group, self.deadlines.watchdog_s)
-        busy = [stage for stage in _BROKEN_OFF if self.deadlines.table[:, OWN.index(stage)].any()]
-        return f"asked to stop, it broke off {DOING[busy[0]]}" if busy and now > self.stop_at else None
+        busy = [stage for stage in _INTERRUPTED if self.deadlines.table[:, OWN.index(stage)].any()]
+        return f"stop requested: {DOING[busy[0]]} was interrupted" if busy and now > self.stop_at else None
 
-    def _look_on(self) -> None:
+    def _watch_deadlines(self) -> None:
         last = time.monotonic()
         while OwnStages.now is self:
             time.sleep(_WATCH_S)
             now = time.monotonic()
-            # this process was stopped itself, as by Ctrl-Z: what took so long is given its time again
+            # if this process itself was stopped (Ctrl-Z), running stages get their whole time again
             if now - last > 10 * _WATCH_S:
-                self._patient_until = now + self.deadlines.watchdog_s
+                self._late_from = now + self.deadlines.watchdog_s
             last = now
             if self._late(_AFTER_S + _END_S) is not None and self.is_ours:
                 self._end_process()
-            elif self._late(_AFTER_S) is not None and self._wakes:
+            elif self._late(_AFTER_S) is not None and self._can_interrupt:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
 
     def _end_process(self) -> None:
         why = self._late() or ""
-        error = StageFailed(f"{why}, and nothing but the end of the process ends it")
+        error = StageFailed(f"{why}, and cannot be interrupted: this process ends")
         if (tell := self.last_words()) is not None:
             tell(error)
         self.end_reported()
@@ -296,16 +296,16 @@ class OwnStages:
 
 
 class OwnStage:
-    """Around what this process does with envs of its own. (A class: it is entered for each step of an env.)"""
+    """Context of one stage of the envs in this process. (A class, because it is entered for each step of an env.)"""
 
-    def __init__(self, stage: str, lane: int = 0, patience_s: float | None = None):
-        self.stage, self.lane, self.patience_s = stage, lane, patience_s
+    def __init__(self, stage: str, group: int = 0, timeout_s: float | None = None):
+        self.stage, self.group, self.timeout_s = stage, group, timeout_s
 
     def __enter__(self) -> None:
         self.stages = OwnStages.now
         if self.stages is not None:
-            self.stages.deadlines.enter(self.lane, self.stage, self.patience_s)
+            self.stages.deadlines.enter(self.group, self.stage, self.timeout_s)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if self.stages is not None:
-            self.stages.deadlines.leave(self.lane, self.stage)
+            self.stages.deadlines.leave(self.group, self.stage)

@@ -1,6 +1,6 @@
-"""`--gpus N`: this command again, in N processes that find each other. Starts fast: no torch here.
+"""`--gpus N`: runs this command in N connected processes. Does not import torch, so that it starts fast.
 
-A process that dies or hangs ends the run: the others cannot go on without it, nor save.
+A process that dies or hangs ends the run: the others can neither continue nor save without it.
 """
 
 import atexit
@@ -19,19 +19,19 @@ from sparring.errors import LEFT_ALONE, UserError
 from sparring.processes.child import forward_signals, usable_cores
 from sparring.processes.heartbeat import FILE, Watchdog
 
-INTERRUPTED, MISTAKE = 130, UserError.exit_code
-LOOK_S = 0.05
-# what the others get to notice that one has failed, and to put their robots away; NCCL never notices
-PATIENCE = 3.0
+INTERRUPTED, USER_ERROR = 130, UserError.exit_code
+POLL_S = 0.05
+# time for the others to detect that one has failed and to close their envs; NCCL never detects it
+GRACE_S = 3.0
 
 
 def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path) -> int:
-    """Run `sparring ARGUMENTS`, which trains in `folder`, in `processes` processes of this machine; 0 if all is well.
+    """Run `sparring ARGUMENTS`, which trains in `folder`, in several processes of this machine; returns the exit code.
 
-    One that hangs, as seen for `watchdog_s` seconds, fails; the first failure ends them all.
+    A process that hangs for `watchdog_s` seconds fails, and the first failure ends all of them.
     """
-    with tempfile.TemporaryDirectory(prefix="sparring-") as place:
-        file = Path(place) / "heartbeats"
+    with tempfile.TemporaryDirectory(prefix="sparring-") as temporary:
+        file = Path(temporary) / "heartbeats"
         watchdog = Watchdog(file, processes, watchdog_s)
         workers = _start(processes, arguments, file)
         with forward_signals(workers):
@@ -40,18 +40,18 @@ def launch(processes: int, arguments: list[str], watchdog_s: float, folder: Path
     if failure:
         numbers = [path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")]
         last = max((int(number) for number in numbers if number.isdigit()), default=None)
-        goes_on = f"The same command goes on from {folder / f'checkpoint-{last}'}."
-        goes_on = "No checkpoint was saved yet: the same command starts anew." if last is None else goes_on
-        print(f"sparring: {failure} {goes_on}", file=sys.stderr, flush=True)
-        # nothing is left to put away; libraries, which classes of one's own may have brought, would take their time
+        advice = f"The same command resumes from {folder / f'checkpoint-{last}'}."
+        advice = "There is no checkpoint yet: the same command starts from scratch." if last is None else advice
+        print(f"sparring: {failure} {advice}", file=sys.stderr, flush=True)
+        # nothing is left to clean up, and unloading libraries, which user-defined classes may have imported, takes time
         os._exit(code)
     return code
 
 
 def leave(code: int) -> NoReturn:
-    """The end of one of these processes: all that was put off until then is done, but libraries are not taken down.
+    """End one of these processes: run its exit functions, but do not unload libraries.
 
-    Threads of gloo, which end with the interpreter, can abort the process where another one has hung up already.
+    Threads of gloo end with the interpreter and can abort the process if another one has already disconnected.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -80,21 +80,21 @@ def _start(processes: int, arguments: list[str], heartbeats: Path) -> list[subpr
 
 
 def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | None:
-    """Wait until all have ended, or end them. Returns which one failed and how, unless it has said so itself."""
+    """Wait until all have ended, or end them. Returns a message about the one that failed, unless it printed one."""
     last = time.monotonic()
     while alive := [rank for rank, worker in enumerate(workers) if worker.poll() is None]:
         if any(worker.returncode not in (None, 0, INTERRUPTED) for worker in workers):
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + GRACE_S
             while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             failure = _failure_message(workers)
             _kill(workers)
             return failure
-        time.sleep(LOOK_S)
-        # a launcher that was stopped itself, as by Ctrl-Z, does not blame the others for it
-        now, passed = time.monotonic(), min(time.monotonic() - last, 10 * LOOK_S)
+        time.sleep(POLL_S)
+        # limited, so that a stop of the launcher itself (Ctrl-Z) does not count as a hang of the others
+        now, passed = time.monotonic(), min(time.monotonic() - last, 10 * POLL_S)
         last = now
-        if hung := watchdog.look(alive, passed):
+        if hung := watchdog.check(alive, passed):
             _kill(workers)
             ranks, why = hung
             return (
@@ -105,15 +105,15 @@ def _wait_for_all(workers: list[subprocess.Popen], watchdog: Watchdog) -> str | 
 
 
 def _failure_message(workers: list[subprocess.Popen]) -> str | None:
-    """Which one failed: the others leave because they are alone. None: it has printed all there is to say."""
+    """A message about the process that failed first; the others end with LEFT_ALONE. None: it printed a message."""
     codes = {rank: w.returncode for rank, w in enumerate(workers) if w.returncode not in (None, 0, INTERRUPTED)}
-    if not codes or MISTAKE in codes.values():
+    if not codes or USER_ERROR in codes.values():
         return None
     _, code, rank = min((code == LEFT_ALONE, code, rank) for rank, code in codes.items())
     who = _named([rank], workers)
     if code >= 0:
-        return f"{who} failed with exit code {code}; what it said is above."
-    hint = ", which is often the system's, out of memory: try fewer envs" if -code == signal.SIGKILL else ""
+        return f"{who} failed with exit code {code}; its output is above."
+    hint = ", often by the system for lack of memory: try fewer envs" if -code == signal.SIGKILL else ""
     return f"{who} died: killed by signal {-code} ({signal.Signals(-code).name}{hint})."
 
 
@@ -123,9 +123,9 @@ def _named(ranks: list[int], workers: list[subprocess.Popen]) -> str:
 
 
 def _exit_code(codes: list[int]) -> int:
-    """As if there were one process: 130 where all left because they were asked to."""
+    """The exit code of the whole command: 130 if all processes ended because of an interrupt."""
     failures = [code for code in codes if code not in (0, INTERRUPTED)]
-    return MISTAKE if MISTAKE in failures else 1 if failures else max(codes)
+    return USER_ERROR if USER_ERROR in failures else 1 if failures else max(codes)
 
 
 def _kill(workers: list[subprocess.Popen]) -> None:

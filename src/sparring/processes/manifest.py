@@ -1,12 +1,12 @@
-"""manifest.json: binds the files of a folder together by checksum, and is signed with this user's own key.
+"""manifest.json: lists the files of a folder with their checksums, and is signed with this user's own key.
 
 {"format": 1, "kind": "checkpoint", "hmac": "...", "files": {
   "config.yaml": {"size": 8, "sha256": "..."}, "model.safetensors": {"size": 8, "crc32": "..."}, ...}}
 
-It is written last, so a folder with a manifest is whole. Checksums find accidents. The HMAC says that this user wrote
-the folder, or chose to trust it; what it lists may then name code to import (docs/security.md), so all files have a
-SHA-256 but those of tensors, which cannot name code. Where no key can be kept, as in a container whose home cannot be
-written, nothing is signed.
+It is written last, so a folder with a manifest is complete. Checksums detect accidental damage. The HMAC proves that
+this user wrote the folder, or trusted it. Listed files may then name code to import (docs/security.md), so all of them
+have a SHA-256, except files of tensors, which cannot name code. If no key can be stored, e.g. in a container with a
+read-only home, nothing is signed.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ log = logging.getLogger("sparring.manifest")
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# bytes of a block that is worth a thread, and of those that are brought onto the disk at once
+# bytes of a block that is hashed in a thread, and bytes after which a flush to the disk begins
 _BLOCK, _SYNC_BYTES = 1 << 16, 1 << 26
 _KEY_BYTES, _MANIFEST_BYTES = 32, 64 << 20
-# files that a CRC-32 is enough for: they are large, and it keeps up with the disk, which SHA-256 does not
+# files with a CRC-32: they are large, and SHA-256 would be slower than the disk
 _TENSOR_FILES = (".safetensors", ".pt")
 
 
 class ManifestError(UserError):
-    """A manifest that cannot be read, and why."""
+    """A manifest that cannot be read, written or signed."""
 
 
 class _Crc32:
-    """Used as those of hashlib are."""
+    """CRC-32 with the interface of hashlib's checksums."""
 
     _value = 0
 
@@ -65,15 +65,15 @@ def _checksum(file: Path, name: str) -> str:
 
 
 def entry(file: Path) -> dict[str, Any]:
-    """What a manifest says about one file."""
+    """The entry of a file in a manifest."""
     name = _checksum_of(file)
     return {"size": file.stat().st_size, name: _checksum(file, name)}
 
 
 class HashedFile:
-    """A new file: while a block is written, one thread hashes it and another brings earlier ones onto the disk.
+    """A new file. While a block is written, one thread hashes it and another flushes earlier blocks to the disk.
 
-    `entry` is what a manifest says about it, once it is closed, whole and on the disk.
+    `entry`: its entry in a manifest, available after the file was closed and flushed.
     """
 
     def __init__(self, file: Path):
@@ -82,7 +82,7 @@ class HashedFile:
         self._opened, self._digest = file.open("wb"), _CHECKSUMS[self._checksum]()
         self._threads = ThreadPoolExecutor(max_workers=2)
         self._syncs: list[Future] = []
-        self._size = self._asked = 0
+        self._size = self._sync_size = 0
 
     def __enter__(self):
         return self
@@ -91,14 +91,14 @@ class HashedFile:
         with self._opened, self._threads:
             if kind is None:
                 self.flush()
-                # the system tells of a failure once
+                # the system reports a failed flush only once
                 for sync in self._syncs:
                     sync.result()
                 os.fsync(self._opened.fileno())
                 self.entry = {"size": self._size, self._checksum: self._digest.hexdigest()}
 
     def write(self, block: bytes | memoryview) -> int:
-        """Returns when it is hashed, too: whoever gave the block may change it then, or give its memory back."""
+        """Write a block; it is also hashed when this returns, so that the caller may change or free it."""
         size = memoryview(block).nbytes
         if size < _BLOCK:
             self._digest.update(block)
@@ -110,8 +110,8 @@ class HashedFile:
             finally:
                 hashed.result()
         self._size += size
-        if self._size - self._asked >= _SYNC_BYTES and all(sync.done() for sync in self._syncs):
-            self._asked = self._size
+        if self._size - self._sync_size >= _SYNC_BYTES and all(sync.done() for sync in self._syncs):
+            self._sync_size = self._size
             self._syncs.append(self._threads.submit(os.fdatasync, self._opened.fileno()))
         return size
 
@@ -120,15 +120,15 @@ class HashedFile:
 
 
 def write_manifest(folder: Path, kind: str, files: dict[str, dict[str, Any]], **about: Any) -> None:
-    """Signed and flushed, after the files it lists. `files`: path below the folder -> `entry`."""
+    """Write, sign and flush a manifest; call it after all listed files. `files`: path in the folder -> `entry`."""
     _write(folder, {"format": FORMAT, "kind": kind, "files": files, **about})
 
 
 def sign(folder: Path, name: str, others: Iterable[str] = (), sha256: str | None = None) -> bool:
-    """Trust a folder of somebody else's that is as its manifest says; one without gets one, over `name` and `others`.
+    """Sign the manifest of another user's undamaged folder; if it has none, write one for `name` and `others`.
 
-    False: this user has no key to sign with. `name` of a run, its config, may have been changed by hand, but not since
-    it was read, with this `sha256`.
+    Returns False if this user has no key. In a run, `name` (its config) may have been changed by hand, but not after it
+    was read: `sha256` is the checksum of the content that was read.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -138,12 +138,12 @@ def sign(folder: Path, name: str, others: Iterable[str] = (), sha256: str | None
     if wrong := damage(folder, manifest):
         raise ManifestError(f"'{folder}' is damaged: {'; '.join(wrong)}; copy the folder again")
     if sha256 not in (None, manifest["files"][name].get("sha256")):
-        raise ManifestError(f"'{folder / name}' was changed while it was read; give the command again")
+        raise ManifestError(f"'{folder / name}' changed after it was read; run the command again")
     return _write(folder, {key: value for key, value in manifest.items() if key != "hmac"})
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None where there is none. What it lists is not checked here: see `damage` and `is_signed`."""
+    """The manifest of a folder, or None. Does not check the listed files: see `damage` and `is_signed`."""
     file = folder / MANIFEST
     if not os.path.lexists(file):
         return None
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     known = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
     known = known and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
     if not known or content.get("format") != FORMAT or _is_deep(content):
-        raise ManifestError(f"'{file}' is no manifest of format {FORMAT}; copy the folder again, or update sparring")
+        raise ManifestError(f"'{file}' is not a manifest of format {FORMAT}; copy the folder again, or update sparring")
     return content
 
 
@@ -165,10 +165,7 @@ def _is_deep(value: Any, most: int = 10) -> bool:
 
 
 def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the files of a folder, a clause each; nothing where all are as they were written.
-
-    `names`: look at these only.
-    """
+    """Clauses about the damaged files of a folder; empty if all match the manifest. `names`: check only these."""
     found = []
     for name in manifest["files"] if names is None else names:
         file, wanted = folder / name, manifest["files"].get(name)
@@ -178,22 +175,22 @@ def damage(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None =
             elif not file.is_file():
                 found.append(f"{name} is not a regular file" if os.path.lexists(file) else f"{name} is missing")
             elif (size := file.stat().st_size) != wanted.get("size"):
-                found.append(f"{name} has {size} bytes, written were {wanted.get('size')}")
-            elif not _is_as_written(file, wanted):
-                found.append(f"{name} has another checksum than when it was written")
+                found.append(f"{name} has {size} bytes, expected {wanted.get('size')}")
+            elif not _matches(file, wanted):
+                found.append(f"{name} does not match its checksum")
         except OSError as error:
             found.append(f"{name[:255]} cannot be read ({error.strerror})")
     return found
 
 
-def _is_as_written(file: Path, wanted: dict[str, Any]) -> bool:
-    """A CRC-32 can be forged: it counts for tensors only, whatever the manifest of a stranger says."""
+def _matches(file: Path, wanted: dict[str, Any]) -> bool:
+    """Compare checksums. A CRC-32 can be forged, so it is accepted for tensors only, whatever the manifest contains."""
     name = "sha256" if "sha256" in wanted else _checksum_of(file)
     return _checksum(file, name) == wanted.get(name)
 
 
 def altered(folder: Path, name: str) -> list[str]:
-    """What is wrong with one file, a clause each; nothing where no manifest lists it."""
+    """Clauses about damage of one file; empty if no manifest lists it."""
     try:
         manifest = read_manifest(folder)
         return damage(folder, manifest, [name]) if manifest and name in manifest["files"] else []
@@ -202,19 +199,19 @@ def altered(folder: Path, name: str) -> list[str]:
 
 
 def is_signed(manifest: dict[str, Any]) -> bool:
-    """By this user's key, as it is."""
+    """Whether the manifest is signed with this user's key, and unchanged."""
     given, file = manifest.get("hmac"), key_file()
     if not isinstance(given, str) or not given.isascii() or file is None or not file.exists():
         return False
     try:
         return hmac.compare_digest(given, _signature(manifest))
     except ManifestError as error:
-        _say_once(str(error))
+        _warn_once(str(error))
         return False
 
 
 def key_file() -> Path | None:
-    """None: this user has no home."""
+    """The path of this user's key; None without a home directory."""
     try:
         return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "sparring" / "key"
     except RuntimeError:
@@ -222,18 +219,18 @@ def key_file() -> Path | None:
 
 
 def _write(folder: Path, content: dict[str, Any]) -> bool:
-    """Whether it could be signed. Training goes on where it cannot."""
+    """Write a manifest; returns whether it could be signed. If not, training continues."""
     try:
         content["hmac"] = _signature(content)
     except ManifestError as error:
-        _say_once(str(error))
+        _warn_once(str(error))
     write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n", sync=True)
     return "hmac" in content
 
 
 @cache
-def _say_once(why: str) -> None:
-    log.warning("%s. Until then what is written is not signed, and code that its config names asks for --trust", why)
+def _warn_once(why: str) -> None:
+    log.warning("%s. Until then, runs are not signed, and code that their configs name needs --trust", why)
 
 
 def _signature(content: dict[str, Any]) -> str:
@@ -243,11 +240,11 @@ def _signature(content: dict[str, Any]) -> str:
 
 
 def _key() -> bytes:
-    """This user's own; made at first use, whole, however many processes want it at once."""
+    """This user's key; the first use creates it atomically, also with concurrent processes."""
     file = key_file()
-    mend = "set XDG_CONFIG_HOME to a folder that can be written, or remove a damaged key: a new one is made"
+    advice = "set XDG_CONFIG_HOME to a writable folder, or delete a damaged key to create a new one"
     if file is None:
-        raise ManifestError(f"there is no home to keep the key in that signs runs; {mend}")
+        raise ManifestError(f"the key that signs runs cannot be stored without a home directory; {advice}")
     try:
         if not file.exists():
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -267,7 +264,7 @@ def _key() -> bytes:
         key = bytes.fromhex(file.read_text().strip())
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is damaged"
-        raise ManifestError(f"the key that signs runs cannot be used: '{file}' ({why}); {mend}") from None
+        raise ManifestError(f"the key that signs runs cannot be used: '{file}' ({why}); {advice}") from None
     if len(key) != _KEY_BYTES:
-        raise ManifestError(f"'{file}' holds {len(key)} bytes, a key has {_KEY_BYTES}; remove it: a new one is made")
+        raise ManifestError(f"'{file}' has {len(key)} bytes, expected {_KEY_BYTES}; delete it to create a new key")
     return key

@@ -126,7 +126,7 @@ class Recorder:
         # cut evaluations by update, not by row count: an update is evaluated after its checkpoint is saved
         cuts = {"metrics_rows": (self._metrics, True), "timeline_rows": (self._timeline, True)}
         cuts["evaluations_rows"] = (self._evaluations, False)
-        lost = [f"'{file.path}': {what}" for key, (file, cut) in cuts.items() for what in file.go_back(state[key], cut)]
+        lost = [f"'{file.path}': {what}" for key, (file, cut) in cuts.items() for what in file.rewind(state[key], cut)]
         self._evaluations.keep(lambda row: row["update"] <= updates)
         return lost
 

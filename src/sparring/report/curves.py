@@ -55,9 +55,9 @@ class Tail:
         """The damage found in the file, a clause each. `count`: the number of rows that were written, at least."""
         if self._problem:
             return [f"{self.path.name} cannot be read ({self._problem})"]
-        left_out = len(self._rows.altered) + self._unreadable
-        found = [f"{left_out} lines could not be read; they are left out"] if left_out else []
-        lost = self._rows.lost_of(count)
+        left_out = self._rows.left_out + self._unreadable
+        found = [f"lines that could not be read, and are left out: {left_out}"] if left_out else []
+        lost = self._rows.count_lost(count)
         found += [*self._rows.missing, *([f"the last {lost} of {count} rows are missing"] if lost else [])]
         return [f"{self.path.name}: {what}" for what in found]
 
@@ -84,7 +84,7 @@ class Tail:
         lines, rows = [line for line in text.split(b"\n") if line.strip()], []
         if self._is_old is None:
             self._is_old = not any(map(RowCheck.number, lines))
-        good = lines if self._is_old else [line for line in lines if self._rows.is_good(line)]
+        good = lines if self._is_old else [line for line in lines if self._rows.is_intact(line)]
         for line in good:
             with suppress(orjson.JSONDecodeError):
                 rows.append(orjson.loads(line))

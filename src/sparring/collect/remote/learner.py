@@ -90,7 +90,7 @@ class ActorProcess:
         self._check_alive()
         if OwnStages.now is not None:
             OwnStages.now.check()
-        late, idle_s = self.deadlines.look()
+        late, idle_s = self.deadlines.check()
         watchdog_s = self.deadlines.watchdog_s
         if late:
             group, stage = late
@@ -187,7 +187,7 @@ class RemoteCollector(BaseCollector):
             self._weights = WeightsWriter(self.policy, self.version, self.folder)
             self.actor.send(Begin(self.version, self._weights.handle(), self._to_record, self.allowed))
         # no deadline here, because the stages of the actor process have theirs; but a stop of the run ends the wait
-        with self.stopwatch.stage("wait", self.version), OwnStage("rollout", patience_s=math.inf):
+        with self.stopwatch.stage("wait", self.version), OwnStage("rollout", timeout_s=math.inf):
             # read all messages first, so that a failure is raised even if rollouts are waiting
             self._finished += self.actor.reports(wait=not self._finished)
             report = self._finished.popleft()
