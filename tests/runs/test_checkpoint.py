@@ -95,7 +95,8 @@ def test_what_torch_says_of_a_full_disk_is_an_error_of_the_disk(tmp_path, monkey
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="cannot be written; is the disk full") as error:
         saved(tmp_path)
-    assert error.value.errno == errno.EIO and error.value.filename.endswith("training_state.pt")
+    assert error.value.errno == errno.EIO and error.value.filename.endswith("checkpoint-1")
+    assert list(tmp_path.iterdir()) == []
     words = "CUDA error: out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
         saved(tmp_path)
