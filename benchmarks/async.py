@@ -130,13 +130,13 @@ def bits(args) -> dict:
 def summary() -> str:
     known, rows = _known(), [("question", "found", "target")]
     for name, case in known.get("bound", {}).items():
-        told = f"{case['gain']:.2f}x of {case['bound']:.2f}x: {case['of_bound']:.2f} of the bound"
-        rows.append((f"camera policy on {case['cores']} cores, {name}", told, _met(case["of_bound"] >= 0.85)))
+        text = f"{case['gain']:.2f}x of {case['bound']:.2f}x: {case['of_bound']:.2f} of the bound"
+        rows.append((f"camera policy on {case['cores']} cores, {name}", text, _met(case["of_bound"] >= 0.85)))
     rows += _vla_rows(known.get("vla", {}))
     for part in ("bits", "bits cuda"):
         for name, case in known.get(part, {}).items():
-            told = f"{case['equal']} of {case['weights']} tensors equal"
-            rows.append((f"{part}: staleness 0, {name}", told, _met(case["equal"] == case["weights"])))
+            text = f"{case['equal']} of {case['weights']} tensors equal"
+            rows.append((f"{part}: staleness 0, {name}", text, _met(case["equal"] == case["weights"])))
     return report.table(rows)
 
 
@@ -153,19 +153,19 @@ def _vla_rows(known: dict) -> list[tuple]:
         sync, both = known[f"sync/{seed}"], known[f"async/{seed}"]
         gain = sync["update"] / both["update"]
         best = sync["update"] / max(needed)
-        told = f"{sync['seconds']} s / {both['seconds']} s = {gain:.2f}x, {gain / best:.2f} of the bound {best:.2f}x"
-        rows.append((f"small VLA, seed {seed}", told, f"{_met(gain >= 1.4)}, {_met(gain / best >= 0.85)}"))
-        told = f"{report.rate_in_words(sync)} / {report.rate_in_words(both)}"
+        text = f"{sync['seconds']} s / {both['seconds']} s = {gain:.2f}x, {gain / best:.2f} of the bound {best:.2f}x"
+        rows.append((f"small VLA, seed {seed}", text, f"{_met(gain >= 1.4)}, {_met(gain / best >= 0.85)}"))
+        text = f"{report.rate_in_words(sync)} / {report.rate_in_words(both)}"
         apart = sync["low"] > both["high"] or both["low"] > sync["high"]
-        rows.append((f"success in turns / at once, seed {seed}", told, _met(not apart)))
-        told = ", ".join(f"{stage} {share:.0%}" for stage, share in both["overlap"].items())
-        rows.append((f"at work while it learns, seed {seed}", told, ""))
+        rows.append((f"success in turns / at once, seed {seed}", text, _met(not apart)))
+        text = ", ".join(f"{stage} {share:.0%}" for stage, share in both["overlap"].items())
+        rows.append((f"at work while it learns, seed {seed}", text, ""))
     gain = sum(known[f"sync/{seed}"]["seconds"] for seed in seeds) / sum(
         known[f"async/{seed}"]["seconds"] for seed in seeds
     )
     rows.append(("small VLA, all seeds together", f"{gain:.2f}x", _met(gain >= 1.4)))
-    told = ", ".join(f"{100 * part:+.1f}" for part in _success_gained(known, seeds))
-    return [*rows, ("success at once less that in turns, points: found, from, to (95 %)", told, "")]
+    text = ", ".join(f"{100 * part:+.1f}" for part in _success_gained(known, seeds))
+    return [*rows, ("success at once less that in turns, points: found, from, to (95 %)", text, "")]
 
 
 def _success_gained(known: dict, seeds: list[int]) -> tuple[float, float, float]:
@@ -190,10 +190,10 @@ def _known() -> dict:
 
 def _keep(part: str, found: dict, device: str) -> None:
     """Each part was measured at its own time and place."""
-    told = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"about": {}, "parts": {}}
-    told["about"][part] = report.metadata() | {"hardware": report.device(device)}
-    told["parts"][part] = found
-    report.write_json(RESULTS, told)
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"about": {}, "parts": {}}
+    results["about"][part] = report.metadata() | {"hardware": report.device(device)}
+    results["parts"][part] = found
+    report.write_json(RESULTS, results)
 
 
 PARTS = {"bound": bound, "vla": vla, "bits": bits}

@@ -30,10 +30,10 @@ class Timing:
     cpu_seconds: float
     spans: list = field(repr=False)
 
-    def told(self) -> dict:
-        told = {"settings": self.settings, "seconds": round(self.seconds, 4)}
-        told |= {"stages": _rounded(self.stages), "metrics": _rounded(self.metrics)}
-        return told | {"cpu_seconds": round(self.cpu_seconds, 4)}
+    def as_dict(self) -> dict:
+        values = {"settings": self.settings, "seconds": round(self.seconds, 4)}
+        values |= {"stages": _rounded(self.stages), "metrics": _rounded(self.metrics)}
+        return values | {"cpu_seconds": round(self.cpu_seconds, 4)}
 
 
 def time_updates(settings: list[str], updates: int, warm_up: int) -> Timing:
@@ -60,8 +60,8 @@ def time_updates(settings: list[str], updates: int, warm_up: int) -> Timing:
         phase.env.close()
     means = {name: sum(row[name] for row in rows) / updates for name in rows[-1] if all(name in row for row in rows)}
     stages = {stage: means[f"{'update' if stage == 'learn' else stage}_seconds"] for stage in STAGES}
-    told = ("collect_seconds", "staleness", "ess", "learner_idle", "actor_idle", "queue_depth", "approx_kl")
-    return Timing(settings, seconds, stages, {n: means[n] for n in told if n in means}, busy, spans)
+    names = ("collect_seconds", "staleness", "ess", "learner_idle", "actor_idle", "queue_depth", "approx_kl")
+    return Timing(settings, seconds, stages, {n: means[n] for n in names if n in means}, busy, spans)
 
 
 def compare(base: list[str], in_turns: list[list[str]], at_once: list[list[str]], updates: int, warm_up: int) -> dict:
@@ -79,9 +79,9 @@ def compare(base: list[str], in_turns: list[list[str]], at_once: list[list[str]]
     bound, gain = best.seconds / max(needed), best.seconds / other.seconds
     return {
         "cores": cores,
-        "sync": best.told(),
-        "async": other.told(),
-        "tried": [timing.told() for timing in timings],
+        "sync": best.as_dict(),
+        "async": other.as_dict(),
+        "tried": [timing.as_dict() for timing in timings],
         "bound": round(bound, 3),
         "gain": round(gain, 3),
         "of_bound": round(gain / bound, 3),

@@ -49,19 +49,19 @@ def imitated(folder: Path, device: str, threads: int) -> stages.Stages:
 def tried(one: stages.Stages, mode: str, way: tuple[float, int]) -> dict:
     """How long a few updates take."""
     run = _started(one, mode, 0, way)
-    told = _timed(run, FIRST + TRIED)
+    result = _timed(run, FIRST + TRIED)
     run.phase.env.close()
-    return {key: told[key] for key in ("simulating_threads", "groups", "update", "stages")}
+    return {key: result[key] for key in ("simulating_threads", "groups", "update", "stages")}
 
 
 def finetune(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]) -> dict:
     """From what was imitated to the last step: how long it took and what came of it."""
     run = _started(one, mode, seed, way)
-    told = {"mode": mode, "seed": seed} | _timed(run) | judge(run.phase.policy, run.config)
+    result = {"mode": mode, "seed": seed} | _timed(run) | judge(run.phase.policy, run.config)
     if (mode, seed) == ("sync", 0):
-        told["gpu_seconds"] = round(gpu_seconds(lambda: run.phase.step(1.0)), 4)
+        result["gpu_seconds"] = round(gpu_seconds(lambda: run.phase.step(1.0)), 4)
     run.phase.env.close()
-    return told
+    return result
 
 
 def _started(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]):

@@ -56,7 +56,7 @@ class Training:
             )
         deadline = time.monotonic() + START_S
         # it may begin by taking back lines that its checkpoint does not know of
-        while resumes and "goes on from" not in self.output() and self._may_still_begin(deadline):
+        while resumes and "resumes from" not in self.output() and self._may_still_begin(deadline):
             pass
         first = self.updates()
         while (self.updates() < first + 2 or not self.saved()) and self._may_still_begin(deadline):

@@ -5,7 +5,7 @@
 Episodes of head and wrist cameras at 64 px with state, action, reward and a stored memory. Every way of sampling is
 timed in turns with the limit: plain numpy slices of the same memory maps, as many bytes from places as random, copied
 into memory that is allocated once. A step has two frames. One process, one thread, the files in the page cache; `cold`
-is right after the cache was told to forget them, and says what the disk gives.
+is right after the files were dropped from the cache, and shows the speed of the disk.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def take_turns(sides: dict[str, Callable[[], None]], rounds: int, batches: int) 
 
 
 def cold(folder: Path, rounds: int, batches: int) -> list[float]:
-    """Shuffled windows right after the page cache was told to forget the files."""
+    """Shuffled windows right after the files were dropped from the page cache."""
     times = []
     for number in range(rounds):
         # opening reads the last segment to check it

@@ -28,12 +28,12 @@ def run(command: str) -> dict:
     status = folder / "status.json"
     if not status.is_file() or json.loads(status.read_text())["state"] != "finished":
         subprocess.run(words, check=True)
-    told, found = json.loads(status.read_text()), json.loads((folder / "evaluation.json").read_text())
+    content, found = json.loads(status.read_text()), json.loads((folder / "evaluation.json").read_text())
     why = re.search(r"no video: (.*)", (folder / "train.log").read_text())
     return {
         "command": command,
-        "seconds": round(told["seconds"], 1),
-        "progress": told["progress"],
+        "seconds": round(content["seconds"], 1),
+        "progress": content["progress"],
         "held_out_episodes": found["episodes"],
         "evaluation": found["scores"],
         "videos": sorted(video.name for video in folder.glob("videos/*.mp4")),

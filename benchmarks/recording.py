@@ -124,7 +124,7 @@ class Training:
             self._signal(signal.SIGKILL)
             self.process.wait()
 
-    def told(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float]:
         if self.process.returncode:
             raise SystemExit("a training failed; see above")
         return {"wall": self.seconds} | json.loads(self.process.stdout.read().splitlines()[-1])
@@ -148,7 +148,7 @@ def one_round(settings: dict, cores: int, on_first: bool) -> dict[bool, dict[str
         finally:
             for training in both.values():
                 training.end()
-        return {recorded: training.told() for recorded, training in both.items()}
+        return {recorded: training.as_dict() for recorded, training in both.items()}
 
 
 def take_turns(settings: dict, rounds: int, cores: int) -> dict[str, dict]:
@@ -165,8 +165,8 @@ def _compared(clock: str, rounds: list[dict[bool, dict[str, float]]]) -> dict:
     whole = "thread" if clock == "calls" else clock
     adds = [(turn[True][clock] - turn[False][clock]) / turn[False][whole] for turn in rounds]
     error = statistics.stdev(adds) / len(adds) ** 0.5 if len(adds) > 1 else 0.0
-    told = {"on_s": round(on, 2), "off_s": round(off, 2), "adds": round(statistics.fmean(adds), 4)}
-    return told | {"error": round(error, 4), "each": [round(share, 4) for share in adds]}
+    result = {"on_s": round(on, 2), "off_s": round(off, 2), "adds": round(statistics.fmean(adds), 4)}
+    return result | {"error": round(error, 4), "each": [round(share, 4) for share in adds]}
 
 
 def main() -> None:

@@ -239,7 +239,7 @@ def compare(name: str, old: Path, new: Path, allow: list[str]) -> Comparison:
         compare_lines(found, file, *(lines_of(folder / name / file) for folder in (old, new)))
     compare_weights(found, *(last_checkpoint(folder / name) for folder in (old, new)))
     found.allowed = [c for c in found.differences if any(fnmatch.fnmatch(f"{name}:{c}", glob) for glob in allow)]
-    found.differences = {c: told for c, told in found.differences.items() if c not in found.allowed}
+    found.differences = {c: text for c, text in found.differences.items() if c not in found.allowed}
     return found
 
 
@@ -293,8 +293,8 @@ def verdict(found: Comparison) -> str:
     permitted = f" ({len(found.allowed)} allowed differ, first {found.allowed[0]})" if found.allowed else ""
     if not found.differences:
         return "equal" + permitted
-    column, told = next(iter(found.differences.items()))
-    return f"{len(found.differences)} differ, first {column}: {told}{permitted}"
+    column, text = next(iter(found.differences.items()))
+    return f"{len(found.differences)} differ, first {column}: {text}{permitted}"
 
 
 if __name__ == "__main__":

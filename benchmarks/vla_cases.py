@@ -102,8 +102,8 @@ class Flows(nn.Module):
 
     def denoise(self, x, t, prefix):
         steps = x.shape[1]
-        told = torch.cat([prefix, t[:, None]], -1)[:, None].expand(-1, steps, -1)
-        return self.head(torch.cat([x, told], -1))
+        inputs = torch.cat([prefix, t[:, None]], -1)[:, None].expand(-1, steps, -1)
+        return self.head(torch.cat([x, inputs], -1))
 
 
 # ---- the four kinds
@@ -145,7 +145,7 @@ ON_A_GPU_IN_BF16 = {"native_vla, tiny, graphs": native_graphs}
 
 
 def settings_of(kind: Callable[..., Section], lora: bool, precision: str) -> dict:
-    """LoRA in bf16 as it is used: frozen weights are kept in bf16. A native VLA does so without being told."""
+    """LoRA in bf16 as it is used: frozen weights are kept in bf16. A native VLA does so by default."""
     halved = lora and precision == "bf16" and kind not in (native, native_graphs)
     return {"precision": precision} | (LORA if lora else {}) | ({"dtype": "bf16"} if halved else {})
 

@@ -1,4 +1,4 @@
-"""Does a small VLA do what it is told, and does RL make it better at each of three tasks?
+"""Does a small VLA follow its instruction, and does RL make it better at each of three tasks?
 
     python benchmarks/vla_tasks.py --seed 0
     python benchmarks/vla_tasks.py --seed 0 --minutes 20              # again to go on
@@ -71,9 +71,9 @@ def summary(runs: dict[str, dict]) -> str:
                 "misled": misled["high"] < after["low"],
             }
             for way in WAYS:
-                told = {True: "met", False: "MISSED", None: ""}[met.get(way)]
+                verdict = {True: "met", False: "MISSED", None: ""}[met.get(way)]
                 row = (report.rate_in_words(rates[way][task]) for rates in (first, last))
-                rows.append((run["seed"], task, way, *row, told))
+                rows.append((run["seed"], task, way, *row, verdict))
     for task in TASKS:
         for way in WAYS:
             rows.append(("all", task, way, *_pooled(runs, way, task), ""))
@@ -85,11 +85,11 @@ def _pooled(runs: dict[str, dict], way: str, task: str) -> list[str]:
     from sparring.evaluation.play import wilson
 
     each = EPISODES // len(TASKS)
-    told = []
+    texts = []
     for rates in ([run["imitated"] for run in runs.values()], [run["curve"][-1] for run in runs.values()]):
         found = wilson(round(sum(each * rate[way][task]["success"] for rate in rates)), each * len(rates))
-        told.append(report.rate_in_words({"success": found.rate, "low": found.low, "high": found.high}))
-    return told
+        texts.append(report.rate_in_words({"success": found.rate, "low": found.low, "high": found.high}))
+    return texts
 
 
 def main() -> None:

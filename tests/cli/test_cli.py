@@ -176,7 +176,7 @@ def test_what_is_wrong_is_said_and_exits_with_2(capsys, here, words, said):
 
 def test_a_file_that_is_no_checkpoint_is_named(capsys, here):
     (here / "notes.txt").write_text("hello")
-    said = "sparring: 'notes.txt': no config.yaml is beside it, to tell what it holds weights of; give a run folder or "
+    said = "sparring: 'notes.txt' has no config.yaml in its folder, which describes the model; give a run folder or "
     assert told(capsys, "eval", "notes.txt")[2].startswith(said)
 
 
@@ -344,7 +344,7 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(cap
         "  ppo.gamma: 0.97 in the folder, 0.5 now",
         "  seed: 0 in the folder, 3 now",
     ]
-    assert lines[3].startswith("give another folder (--output DIR), start anew here (--resume never; ")
+    assert lines[3].startswith("give another folder (--output DIR), start from scratch here (--resume never ")
     assert hashes(run_folder) == before
 
 
@@ -358,7 +358,7 @@ def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(capsys, ru
     assert told(capsys, *words)[0] == 0
     code, _, err = told(capsys, *words, "ppo.gae_lambda=0.5", "seed=3")
     assert code == 2
-    assert "  ppo.gae_lambda: not there in the folder, 0.5 now\n  seed: not there in the folder, 3 now\n" in err
+    assert "  ppo.gae_lambda: not set in the folder, 0.5 now\n  seed: not set in the folder, 3 now\n" in err
 
 
 def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
@@ -368,13 +368,13 @@ def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
     lines = out.splitlines()
     assert re.fullmatch("finetune is done: 48 env steps, (. episodes, )?2 updates", lines[1])
     assert re.fullmatch(r"  reward \d+\.\d\d; random actions \d+\.\d\d", lines[2])
-    assert lines[3:5] == ["  kept: run/checkpoint-2; all that was recorded is beside it", "next:"]
+    assert lines[3:5] == ["  saved: run/checkpoint-2; metrics, videos and logs are in run", "next:"]
     assert [line.split("  #")[0].strip() for line in lines[5:]] == [
         "sparring report run",
         "sparring eval run --videos 4",
         "sparring train finetune pretrained=./run --output run-2",
     ]
-    assert "goes on from run/checkpoint-2 (48 env steps)" in err
+    assert "resumes from run/checkpoint-2 (48 env steps)" in err
     assert "already trained to the end (48 env steps)" in err
     assert (run_folder / "episode_metrics.jsonl").read_text() == metrics
 
@@ -392,17 +392,17 @@ def test_resume_never_moves_the_old_run_aside(capsys, run_folder, here):
 def test_resume_from_a_checkpoint_into_another_folder_and_on_by_the_same_command(capsys, run_folder, here):
     words = ["train", "finetune", "--output", "branch", "--resume", "run/checkpoint-1", *SHORT, "training.save_every=1"]
     code, _, err = told(capsys, *words)
-    assert code == 0 and "goes on from run/checkpoint-1 (32 env steps)" in err
+    assert code == 0 and "resumes from run/checkpoint-1 (32 env steps)" in err
     assert [path.name for path in checkpoints(here / "branch")] == ["checkpoint-2"]
     code, _, err = told(capsys, *words)
-    assert code == 0 and "goes on from branch/checkpoint-2 (48 env steps)" in err
+    assert code == 0 and "resumes from branch/checkpoint-2 (48 env steps)" in err
 
 
 def test_resume_from_the_newest_checkpoint_by_name_is_as_auto(capsys, run_folder):
     metrics = (run_folder / "episode_metrics.jsonl").read_text()
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "--resume", "run/checkpoint-2"]
     code, _, err = told(capsys, *words)
-    assert code == 0 and "goes on from run/checkpoint-2" in err
+    assert code == 0 and "resumes from run/checkpoint-2" in err
     assert (run_folder / "episode_metrics.jsonl").read_text() == metrics
 
 
@@ -413,7 +413,7 @@ REFUSED = {
     "--output new --resume run/checkpoint-9": (
         "'run/checkpoint-9' does not exist; give a run folder or a checkpoint folder"
     ),
-    "--output new --resume .": ("'.' is no run but holds some; did you mean run?"),
+    "--output new --resume .": ("'.' is no run folder but contains some; give run"),
     "--output new --resume run/checkpoint-1 ppo.gamma=0.5": "'run/checkpoint-1' holds a run with another config:",
     "--output run/config.yaml": "output = 'run/config.yaml': is a file; give a folder",
     "--output run/config.yaml/below": "output = 'run/config.yaml/below': cannot write there (Not a directory)",
@@ -471,7 +471,7 @@ def test_the_config_of_the_checkpoint_counts_whatever_the_folder_says(capsys, ru
     code, _, err = told(capsys, *words)
     warned = [line for line in err.splitlines() if "config.yaml" in line and "run folder:" not in line]
     assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml ")
-    assert warned[0].endswith("; it is written again, with the settings of checkpoint-2")
+    assert warned[0].endswith("; written again from checkpoint-2")
     saved = saved_settings(run_folder)
     assert (saved["ppo.gamma"], saved["seed"], saved["output"]) == (0.97, 0, "run")
 
@@ -482,7 +482,7 @@ def test_a_branch_that_went_on_by_itself_is_found_by_its_first_command(capsys, r
     assert told(capsys, *words, *branch)[0] == 0
     assert told(capsys, *words, "training.iterations=3")[0] == 0
     code, _, err = told(capsys, *words, *branch, "training.iterations=4")
-    assert code == 0 and "goes on from branch/checkpoint-3" in err
+    assert code == 0 and "resumes from branch/checkpoint-3" in err
 
 
 def test_a_folder_that_lost_its_config_is_judged_by_its_checkpoint(capsys, run_folder):
@@ -498,11 +498,14 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_fo
         (run_folder / checkpoint / name).write_bytes(b"torn")
     code, _, err = told(capsys, *words)
     assert code == 2 and f"  checkpoint-2: {name} has 4 bytes, written were " in err
-    assert f"  checkpoint-1: {name} has 4 bytes" in err and "start anew (--resume never moves the run aside)" in err
+    assert (
+        f"  checkpoint-1: {name} has 4 bytes" in err
+        and "start from scratch with --resume never (it moves the run aside)" in err
+    )
     # from elsewhere
     code, _, err = told(capsys, *words, "--output", "branch", "--resume", "run/checkpoint-2")
     assert code == 2 and f"'run/checkpoint-2' is damaged: {name} has 4 bytes" in err
-    assert "use another checkpoint, or copy it again from where it is whole" in err
+    assert "use another checkpoint, or copy it again from an intact copy" in err
     # trust is in whom, not in files
     assert told(capsys, *words, "--trust")[0] == 2
     assert told(capsys, *words, "--resume", "never")[0] == 0
@@ -584,14 +587,14 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_goes_on(tmp_path):
     assert code == 130 and "Traceback" not in said
     (first,) = checkpoints(tmp_path / "run")
     updates = int(first.name.removeprefix("checkpoint-"))
-    assert f"stopped after {updates} updates; saved. The same command goes on from here." in said
+    assert f"stopped after {updates} updates; saved. The same command resumes it." in said
     # in a pipe: plain lines
     assert re.search(r"^  0%  32 steps  starting  \? left", said, re.M) and "\r" not in said and "\x1b" not in said
     steps = f"{16 * (1 + updates):,}"
 
     code, said = interrupted(tmp_path, terminal=True, number=signal.SIGTERM)
     assert code == 130 and "Traceback" not in said
-    assert f"goes on from run/{first.name} ({steps} env steps)" in said
+    assert f"resumes from run/{first.name} ({steps} env steps)" in said
     later = checkpoints(tmp_path / "run")[-1]
     assert int(later.name.removeprefix("checkpoint-")) > updates
     # on a terminal: a view that is drawn in place and taken away, and what follows starts on its own line

@@ -358,7 +358,7 @@ def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, 
     for file in [folder / "manifest.json", *folder.glob("*/manifest.json")]:
         file.unlink()
     checkpoint = checkpoints(folder)[-1]
-    refused(capsys, "eval", folder, of=["it has no manifest.json; --trust takes it as it is"])
+    refused(capsys, "eval", folder, of=["it has no manifest.json; --trust accepts it as it is"])
     with pytest.raises(UserError, match="has no manifest"):
         load_policy(folder)
     assert main(["eval", str(folder), "--trust"]) == 0

@@ -188,7 +188,7 @@ def test_the_whole_chain_with_vlas_in_all_of_it(folder, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "after sparring" in done.stdout
+    assert "the same after this phase" in done.stdout
     both = load_world_model(tmp_path / "adversarial_rl"), load_policy(tmp_path / "adversarial_rl")
     saved = read_weights(folder / "native/model.safetensors")["trunk.0.out.weight"]
     for layer in (both[0].trunk.block.base.trunk[0].out, both[1].model.trunk[0].out):

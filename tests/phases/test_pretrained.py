@@ -149,7 +149,7 @@ def test_documented_command_starts_from_the_weights(trained, tmp_path, capsys):
     err = capsys.readouterr().err
     assert f"from pretrained={trained}: " in err and "env.control_mode=delta_ee_pos" in err
     before, after = (read_weights(checkpoints(run)[-1] / "model.safetensors") for run in (trained, out))
-    assert f"{len(before)} tensors, all that there are" in err
+    assert f"all {len(before)} tensors" in err
     assert torch.allclose(before["head.linear.weight"], after["head.linear.weight"], atol=1e-6)
 
 
@@ -158,8 +158,8 @@ def test_documented_command_starts_from_the_weights(trained, tmp_path, capsys):
     [
         (["env.control_mode=qpos"], "env.control_mode was delta_ee_pos and is qpos"),
         (["env.control_mode=delta_qpos"], "action_dim was 4 and is 7"),
-        (["env.cameras=[head]"], "observation/image/head was not there and is [3, 64, 64] uint8"),
-        (["env.object_state=state"], "observation/privileged was [21] float32 and is not there"),
+        (["env.cameras=[head]"], "observation/image/head was absent and is [3, 64, 64] uint8"),
+        (["env.object_state=state"], "observation/privileged was [21] float32 and is absent"),
         (["policy.hidden=[16]"], "does not fit this model"),
         (["rollout.action_steps=2"], "of another shape: head.linear.weight"),
         (["task_name=stak_d0"], "stak_d0"),
@@ -179,7 +179,7 @@ def test_padding_does_not_hide_what_the_state_was_of(tmp_path, capsys):
     assert main([*common, "env.object_state=hidden", "--output", str(blind)]) == 0
     capsys.readouterr()
     assert main([*common, f"pretrained={blind}", "env.object_state=state", "--output", str(out)]) == 2
-    assert "another env; leave out what you gave" in (said := capsys.readouterr().err)
+    assert "another env; leave out these settings" in (said := capsys.readouterr().err)
     assert "env.object_state was hidden and is state" in said and not out.exists()
 
 
@@ -211,7 +211,7 @@ def test_a_noise_net_may_be_new_and_is_told(trained_flow, tmp_path, capsys):
     before, after = (read_weights(checkpoints(run)[-1] / "model.safetensors") for run in (trained_flow, out))
     new = [key for key in after if key not in before]
     assert new and all(key.startswith("kernel.net.") for key in new)
-    told = f"starts from the weights of {trained_flow}: {len(before)} tensors, all that there are; new: kernel.net.0."
+    told = f"starts from the weights of {trained_flow}: all {len(before)} tensors; new: kernel.net.0."
     assert told in capsys.readouterr().err
     assert torch.allclose(before["velocity.position"], after["velocity.position"], atol=1e-6)
     # back again there is no place for it
@@ -251,7 +251,7 @@ def test_a_run_goes_on_when_what_it_started_from_is_gone(trained_flow, tmp_path,
     capsys.readouterr()
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert "already trained to the end" in said and f"goes on from {out / 'checkpoint-1'}" in said
+    assert "already trained to the end" in said and f"resumes from {out / 'checkpoint-1'}" in said
     # what was given at first is still asked for
     assert main([word for word in words if word != "env.reward=sparse"]) == 2
     assert "env.reward: sparse in the folder, dense now" in capsys.readouterr().err

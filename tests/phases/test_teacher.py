@@ -158,7 +158,7 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
         teacher.close()
 
 
-def test_there_is_no_accuracy_before_anything_is_foretold(tmp_path):
+def test_there_is_no_accuracy_before_anything_is_predicted(tmp_path):
     """Ten steps on tokens are two updates; what the third collects is still judged by untrained dynamics."""
     model = {"name": "token", "preset": "tiny", "tokenizer_steps": 10, "width": 32, "layers": 1, "members": 1}
     training = SMALL["training"] | {"iterations": 6}

@@ -234,7 +234,7 @@ def test_stopped_processes_save_and_leave_together(tmp_path):
     first = start()
     os.killpg(first.pid, signal.SIGINT)
     said = first.communicate(timeout=60)[1]
-    assert first.returncode == 130 and "The same command goes on from here" in said and "Traceback" not in said
+    assert first.returncode == 130 and "The same command resumes it" in said and "Traceback" not in said
     saved = find_checkpoint(tmp_path / "run")
     second = start()
     second.terminate()

@@ -78,7 +78,7 @@ def assert_it_goes_on(folder, said, *more):
     with training(folder, "rollout.watchdog_s=60", *more) as launcher:
         launcher.terminate()
         said = launcher.communicate(timeout=60)[1]
-        assert launcher.returncode == 130 and f"goes on from {last}" in said, said
+        assert launcher.returncode == 130 and f"resumes from {last}" in said, said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
         time.sleep(1)
         assert launcher.poll() is None
         launcher.send_signal(signal.SIGTERM)
-        assert "The same command goes on from here" in launcher.communicate(timeout=60)[1]
+        assert "The same command resumes it" in launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 130
 
 

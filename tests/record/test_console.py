@@ -241,7 +241,7 @@ def test_what_was_reached_in_a_line():
     assert reached(evaluation) == ["reward 12.00"]
     levels = {"prediction": 22.14, "copy": 24.63, "ceiling": 23.8}
     cameras = {"head": {"changed_mse_ratio": 0.25, "psnr": levels}, "wrist": {"changed_mse_ratio": None}}
-    whole = "head: squared error on pixels that change, 0.250 of that of copying the last frame"
+    whole = "head: squared error on changed pixels 0.250 (copying the last frame: 1)"
     assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole + "; PSNR 22.1 dB, copying 24.6 dB"]
     levels["copy"] = None
     assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole]
@@ -249,5 +249,5 @@ def test_what_was_reached_in_a_line():
         who: _Exploration(10, touch, 1, 1.0, None, 0.0) for who, touch in (("policy", 0.5), ("a", 0.1), ("b", 0.2))
     }
     assert reached(ExplorationEvaluation(3, 0, found)) == [
-        "in touch with an object in 50.0% of its decisions; random actions 20.0% at most"
+        "touches an object in 50.0% of its decisions; random actions in at most 20.0%"
     ]

@@ -101,7 +101,7 @@ def test_a_run_fills_them_all(tmp_path):
     logs = written(tmp_path)
     assert logs[""][0].startswith("INFO sparring ") and f"torch {torch.__version__}" in logs[""][0]
     parameters = sum(weight.numel() for weight in run.phase.model.parameters())
-    assert f"; {parameters:,} parameters learn, 0 are frozen" in logs[""][0]
+    assert f"; {parameters:,} trainable parameters, 0 frozen" in logs[""][0]
     assert any(line.startswith(f"INFO run folder: {tmp_path} (its config.yaml") for line in logs[""])
     assert logs["env"][0] == "DEBUG made robots 0 to 1 of 2: gym:CartPole-v1"
     assert "DEBUG resets 2 robots to episode 0 of seed 0, train" in logs["env"]
@@ -211,7 +211,8 @@ def test_stopped_by_a_signal_it_was_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(run.phase, "step", lambda fraction: signal.raise_signal(signal.SIGTERM) or step(fraction))
     assert not run.run()
     told = status_in(tmp_path)
-    assert (told["state"], told["why"], told["progress"]["fraction"]) == ("interrupted", "asked to stop; saved", 0.5)
+    ended = "interrupted", "stopped by a signal; saved", 0.5
+    assert (told["state"], told["why"], told["progress"]["fraction"]) == ended
 
 
 def test_best_and_last_success(tmp_path):

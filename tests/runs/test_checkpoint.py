@@ -257,7 +257,7 @@ def test_no_flipped_bit_gets_through(tmp_path, name, monkeypatch):
     bits = 8 * len(whole[name])
     for bit in random.Random(0).sample(range(bits), min(bits, 60)):
         flipped(file, bit)
-        module._told.clear()
+        module._reported.clear()
         try:
             found = find_checkpoint(tmp_path)
         finally:
@@ -268,7 +268,7 @@ def test_no_flipped_bit_gets_through(tmp_path, name, monkeypatch):
             assert found == path
             continue
         assert damaged and found.name == "checkpoint-1" and "checkpoint-1 is used instead" in told[-1]
-        assert "'" + str(path) + "' is damaged: " in told[-1]
+        assert "'" + str(path) + "' is damaged (" in told[-1]
         flipped(file, bit)
         with pytest.raises(CheckpointError, match="checkpoint-2' is damaged: .*; use another checkpoint"):
             load_weights(Network(), path)
@@ -422,7 +422,7 @@ def put(name, value):
 
 
 WEIGHTS = {
-    "one NaN": (put("first", float("nan")), "NaN, infinite or impossible numbers in first; use another one"),
+    "one NaN": (put("first", float("nan")), "NaN, infinite or impossible numbers in first; use another checkpoint"),
     "one inf": (put("first", float("inf")), "NaN, infinite or impossible numbers in first"),
     "normaliser NaN": (put("normalizer.mean", float("nan")), "in normalizer.mean"),
     "normaliser inf": (put("normalizer.scale", float("inf")), "in normalizer.scale"),

@@ -79,7 +79,7 @@ def test_a_config_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeyp
     (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("iterations: 4", "iterations: 3"))
     Run(further)
     what = "config.yaml does not match its checksum"
-    assert told == [f"'{copied}': {what}; it is written again, with the settings of checkpoint-4"]
+    assert told == [f"'{copied}': {what}; written again from checkpoint-4"]
     # now it is as it was written
     Run(further)
     assert len(told) == 1
@@ -92,7 +92,7 @@ def test_a_status_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeyp
     file.write_text(file.read_text().replace('"updates": 4', '"updates": 5'))
     Run(config_in(copied, training={"iterations": 4, "save_every": 2, "keep_checkpoints": 1}))
     why = "status.json is damaged: its checksum does not match"
-    assert told == [f"'{copied}': {why}; what it said of the run so far is lost"]
+    assert told == [f"'{copied}': {why}; the earlier status of the run is lost"]
 
 
 def test_the_commands_tell_of_damage(copied, tmp_path, capsys):
@@ -116,7 +116,7 @@ def test_rows_missing_at_the_end_are_told_once_a_run_has_ended(copied):
 def test_train_all_does_not_sum_up_damaged_results(copied):
     file = copied / "evaluation.json"
     file.write_text(file.read_text().replace('"episodes": 2', '"episodes": 3', 1))
-    again = f"remove '{copied.parent / 'all.json'}', and the same command evaluates its phases again"
+    again = f"remove '{copied.parent / 'all.json'}' and run the same command to evaluate its phases again"
     with pytest.raises(UserError) as error:
         train_all._evaluation_of(copied)
     assert str(error.value) == f"'{copied}': evaluation.json is damaged: its checksum does not match; {again}"

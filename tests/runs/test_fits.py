@@ -80,7 +80,7 @@ STATES = {
         lambda s: s["phase"]["algorithm"]["optimizer"]["param_groups"][0].pop("betas"),
         "the saved optimiser does not fit .*: it has another format",
     ),
-    "a list": (lambda s: [1], "holds a list, not names with tensors"),
+    "a list": (lambda s: [1], "holds a list, expected a dict of tensors"),
     "nothing": (lambda s: {}, "it holds nothing; expected phase, processes, pending, recorder"),
     "extra": (put("extra", to=1), "it holds .*extra; expected"),
     "no random state": (lambda s: s["processes"][0].pop("random"), "does not fit this run: KeyError"),
@@ -115,7 +115,7 @@ def test_a_state_that_does_not_fit_is_refused_before_it_is_used(copied, edit, sa
     seal(copied / "checkpoint-3")
     with pytest.raises(CheckpointError, match=said) as error:
         Run(further(copied))
-    assert "to go on all the same: remove" in str(error.value)
+    assert "to continue anyway, remove" in str(error.value)
 
 
 def test_a_moment_of_another_shape_never_reaches_a_fused_step():
@@ -146,7 +146,7 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(trained, copied, name, mon
     run = Run(further(copied))
     assert run.phase.progress.updates == 2
     what = f"{name} does not match its checksum"
-    assert told == [f"'{copied}/checkpoint-3' is damaged: {what}; checkpoint-2 is used instead"]
+    assert told == [f"'{copied}/checkpoint-3' is damaged ({what}); checkpoint-2 is used instead"]
     assert (copied / "checkpoint-3" / name).read_bytes() == damaged
     assert run.run()
     # it came to update 3 once more: nothing was lost

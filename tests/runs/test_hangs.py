@@ -129,7 +129,7 @@ def test_asked_to_stop_it_saves_although_an_env_hangs(tmp_path, monkeypatch, num
     assert not run.run() and time.monotonic() - began < SOON
     assert saved(tmp_path) == ["checkpoint-2"]
     assert status_in(tmp_path)["state"] == "interrupted"
-    assert "stopped after 2 updates; saved. The same command goes on from here." in (tmp_path / "train.log").read_text()
+    assert "stopped after 2 updates; saved. The same command resumes it." in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_an_env_raises_is_a_sentence_and_its_own_lines(tmp_path, capsys, ho
 
 
 def test_what_an_env_in_a_worker_started_ends_with_it():
-    env = make_env(config_in("", **faulty("", "child", **WORKERS)).env, 2)
+    env = make_env(config_in("x", **faulty("", "child", **WORKERS)).env, 2)
     env.reset(0)
     workers = [worker.process.pid for worker in env.backend._pool.workers]
     for _ in range(56):

@@ -17,7 +17,7 @@ from sparring.cli.runs import _size as size
 from sparring.processes.manifest import entry, write_manifest
 from sparring.processes.rows import RowFile
 from sparring.runs.folder import folder_lock
-from sparring.runs.listing import _look_at as look_at
+from sparring.runs.listing import _read_run as read_run
 from sparring.runs.listing import find_runs, read_status, size_of
 
 
@@ -84,18 +84,18 @@ def names(run) -> list[str]:
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "crashed"])
 def test_a_run_is_as_it_says(folder, state):
-    found = look_at(folder("run", status(state, "RuntimeError: no")))
+    found = read_run(folder("run", status(state, "RuntimeError: no")))
     assert (found.phase, found.task, found.state, found.why) == ("finetune", "reach_d0", state, "RuntimeError: no")
     assert (found.updates, found.env_steps, found.fraction) == (30, 12000, 0.25)
 
 
 def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
     run = folder("run", status("running"))
-    assert look_at(run).state == "killed"
+    assert read_run(run).state == "killed"
     with folder_lock(run):
-        assert look_at(run).state == "running"
+        assert read_run(run).state == "running"
     (run / "writer.lock").unlink()
-    assert look_at(run).state == "killed"
+    assert read_run(run).state == "killed"
 
 
 def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
@@ -104,15 +104,15 @@ def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
     fcntl.flock(handle, fcntl.LOCK_SH)
     threading.Timer(0.1, os.close, [handle]).start()
     with folder_lock(run):
-        assert look_at(run).state == "running"
+        assert read_run(run).state == "running"
 
 
 def test_a_folder_without_a_status_is_unknown(folder):
     run = folder("lost", checkpoints=[5])
-    found = look_at(run)
+    found = read_run(run)
     assert (found.state, found.phase, found.best, found.updates, found.fraction) == ("unknown", None, None, None, None)
     with folder_lock(run):
-        assert look_at(run).state == "running"
+        assert read_run(run).state == "running"
 
 
 def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
@@ -172,7 +172,7 @@ def test_where_there_are_no_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUTPUT_BASE", raising=False)
     assert main(["runs"]) == 2
-    assert "'outputs' is no folder; give the one that your runs are in" in capsys.readouterr().err
+    assert "'outputs' is no folder; give the folder that contains your runs" in capsys.readouterr().err
     monkeypatch.setenv("OUTPUT_BASE", ".")
     assert main(["runs"]) == 0
     assert capsys.readouterr().out == "no runs in .\n"
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_never_the_one_that_is_kept(folder, caplog):
     assert main(["prune", str(run), "--yes"]) == 0
     # 20 was the best, 50 the last; what comes after the last whole one is left alone
     assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
-    assert "checkpoint-50' is damaged: model.safetensors does not match its checksum" in caplog.text
+    assert "checkpoint-50' is damaged (model.safetensors does not match its checksum" in caplog.text
     # nothing goes where all are damaged
     for number in (30, 40):
         flip(run / f"checkpoint-{number}/model.safetensors")
@@ -351,12 +351,12 @@ def test_a_run_without_a_checkpoint_says_why(folder, capsys, command):
     assert main([word.format(run) for word in command]) == 2
     assert capsys.readouterr().err == (
         f"sparring: '{run}' has no checkpoint yet: its run was killed after 30 updates, and one is saved every 20 "
-        "updates (training.save_every) and at the end; train it again by the same command\n"
+        "updates (training.save_every) and at the end; run the same command again\n"
     )
     if command[0] == "eval":
         with folder_lock(run):
             assert main([word.format(run) for word in command]) == 2
-        assert "its run goes on after 30 updates" in capsys.readouterr().err
+        assert "its run is running after 30 updates" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
@@ -366,12 +366,12 @@ def test_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, comm
     for name in ("b", "a", "all/teacher_rl"):
         folder(f"outputs/{name}", status("finished"), checkpoints=[1])
     assert main([word.format("outputs") for word in command]) == 2
-    said = "sparring: 'outputs' is no run but holds some; did you mean outputs/a, outputs/b, outputs/all/teacher_rl?\n"
+    said = "sparring: 'outputs' is no run folder but contains some; give outputs/a, outputs/b, outputs/all/teacher_rl\n"
     assert capsys.readouterr().err == said
     for name in range(4):
         folder(f"outputs/c{name}")
     assert main([word.format("outputs") for word in command]) == 2
-    assert "outputs/c1, outputs/c2 or 2 more?" in capsys.readouterr().err
+    assert "outputs/c1, outputs/c2 or 2 more" in capsys.readouterr().err
     assert main([word.format("outputs/notes") for word in command]) == 2
     assert "'outputs/notes' holds no checkpoint" in capsys.readouterr().err
 
@@ -388,7 +388,7 @@ def test_what_may_not_be_read_is_no_run(folder, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "listdir", listdir)
     assert main(["eval", str(tmp_path / "outputs")]) == 2
-    assert capsys.readouterr().err.endswith(f"did you mean {tmp_path}/outputs/a?\n")
+    assert capsys.readouterr().err.endswith(f"give {tmp_path}/outputs/a\n")
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{", "\xff"])

@@ -327,7 +327,7 @@ def test_a_longer_run_says_how_its_schedules_stretch(tmp_path, monkeypatch):
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 2}))
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 4}))
     assert (
-        "the limit is 4 updates now, it was 2 updates; ppo.lr_schedule now runs over 4 updates and continues from 50% "
+        "the limit is now 4 updates, it was 2 updates; ppo.lr_schedule now runs over 4 updates and continues from 50% "
         "(was at 100%)"
     ) in told
     last = json.loads((tmp_path / "episode_metrics.jsonl").read_text().splitlines()[-1])

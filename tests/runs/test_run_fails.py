@@ -96,7 +96,7 @@ def saved(folder) -> list[str]:
 def test_what_was_learned_before_robots_failed_is_saved_and_goes_on(tmp_path, way):
     run = run_in(tmp_path, way)
     fails_after(3, run, break_robots)
-    assert "failed after 3 updates; saved. The same command goes on from here." in (tmp_path / "train.log").read_text()
+    assert "failed after 3 updates; saved. The same command resumes it." in (tmp_path / "train.log").read_text()
     assert saved(tmp_path) == ["checkpoint-3"]
     learned = {name: tensor.clone() for name, tensor in run.phase.model.state_dict().items()}
     (getattr(run.phase, "close", None) or run.phase.env.close)()

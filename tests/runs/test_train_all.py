@@ -160,12 +160,12 @@ def test_the_whole_chain_with_a_stop_in_the_middle(tmp_path):
     process.send_signal(signal.SIGTERM)
     told = process.communicate()[0]
     assert process.returncode == 130, told
-    assert "goes on from here" in told and json.loads((tmp_path / "all.json").read_text()).keys() == {"teacher", "crc"}
+    assert "command resumes it" in told and json.loads((tmp_path / "all.json").read_text()).keys() == {"teacher", "crc"}
     process = start(*command)
     told = process.communicate()[0]
     assert process.returncode == 0, told
-    assert "phase 1 of 3: teacher, done before" in told and "goes on from" in told
-    for words in ("wrist: squared error on changed pixels", "in touch with an object", "what earlier explorers found"):
+    assert "phase 1 of 3: teacher, done before" in told and "resumes from" in told
+    for words in ("wrist: squared error on changed pixels", "touch an object", "episodes of earlier explorers"):
         assert words in told
     found = sorted(path.name for path in tmp_path.iterdir())
     assert found == ["adversarial_rl", "all.json", "student_rl", "teacher_rl"]
@@ -174,8 +174,8 @@ def test_the_whole_chain_with_a_stop_in_the_middle(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--teacher_checkpoint", "outputs/x"], "`train all` begins with a teacher of its own"),
-        (["student.teacher=outputs/x"], "`train all` begins with a teacher of its own"),
+        (["--teacher_checkpoint", "outputs/x"], "`train all` trains its own teacher"),
+        (["student.teacher=outputs/x"], "`train all` trains its own teacher"),
         (["env.image_size=32"], "too small for the 3 convolutions"),
     ],
 )

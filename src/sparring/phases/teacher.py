@@ -107,7 +107,7 @@ class Teacher(Phase):
 
     def process_state(self) -> dict:
         own: dict = {"collector": self.collector.state_dict(), "explorer": dict(self.explorer.state_dict())}
-        own |= {"memory": self.memory.state_dict(), "foretold": self.accuracies.cpu()}
+        own |= {"memory": self.memory.state_dict(), "predicted": self.accuracies.cpu()}
         return self.replay.state_dict() | own
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
@@ -116,7 +116,7 @@ class Teacher(Phase):
         lost = self.replay.load_state_dict(process_state)
         self.explorer.load_state_dict(process_state["explorer"])
         self.memory.load_state_dict(process_state["memory"])
-        self.accuracies.copy_(process_state["foretold"])
+        self.accuracies.copy_(process_state["predicted"])
         if self.collector.load_state_dict(process_state["collector"]):
             return lost
         # new seeds for the new episodes, because the old ones were used

@@ -1,11 +1,11 @@
-"""Checkpoints: written whole or not at all, verified before they are used, read strictly.
+"""Checkpoints: written atomically, verified before use, loaded strictly.
 
 checkpoint-<n>/
-  model.safetensors     weights and normaliser statistics; of many GB several files, and model.safetensors.index.json
-  training_state.pt     optimiser, counters, random states, where the robots are (tensors and plain values only)
+  model.safetensors     weights and normaliser statistics; large models: shards and model.safetensors.index.json
+  training_state.pt     optimiser, counters, random states, states of the robots (tensors and plain values only)
   config.yaml           the resolved config of the run
-  spec.json             what the env showed and accepted, so that the policy can be rebuilt without it
-  manifest.json         sizes and checksums of these files, tensors with dtypes and shapes, the update; written last
+  spec.json             observations and actions of the env, so that the policy can be rebuilt without the env
+  manifest.json         sizes and checksums of these files; dtypes and shapes of tensors; the update; written last
 """
 
 import errno
@@ -37,28 +37,29 @@ from sparring.runs.listing import why_no_checkpoint
 
 log = logging.getLogger(__name__)
 
-# of weights in one file; what is more goes to the next
+# maximum size of the weights in one file
 SHARD_BYTES = 4_000_000_000
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", _INDEX, "model.pt")
-# what a run writes beside the weights
-_OURS = ("training_state.pt", "config.yaml", "spec.json")
-# of tensors in a file, in the order in which safetensors puts them there
+# files that a run writes in addition to the weights
+_RUN_FILES = ("training_state.pt", "config.yaml", "spec.json")
+# the order in which safetensors sorts tensors in a file
 _DTYPES = {torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64"}
 _DTYPES |= {torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32"}
 _DTYPES |= {torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16"}
 _DTYPES |= {torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ"}
 _DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 _DTYPES |= {torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
-# of each kind, those that a message names
+# maximum number of names that a message lists
 _NAMED = 6
-# what was found of a checkpoint whose files are still the same
+# results of `damage_of`, by the identity of all files of the checkpoint
 _verified: dict[tuple, list[str]] = {}
-_told: set[Path] = set()
+# damaged checkpoints that were logged
+_reported: set[Path] = set()
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used, and why."""
+    """A checkpoint cannot be used; the message says why."""
 
 
 def save_checkpoint(
@@ -70,13 +71,13 @@ def save_checkpoint(
     spec: EnvSpec,
     approve: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write `folder/checkpoint-<update>`. Killed at any moment, it leaves the earlier ones as they were.
+    """Write `folder/checkpoint-<update>`. A kill at any time leaves earlier checkpoints unchanged.
 
-    `approve` is called before it becomes a checkpoint, and raises where it must not.
+    `approve` is called before the checkpoint gets its final name. If it raises, no checkpoint is written.
     """
     target = folder / f"checkpoint-{update}"
     if os.path.lexists(target):
-        if not (wrong := damage_of(target)):  # the same update saved twice holds the same
+        if not (wrong := damage_of(target)):  # saving an update a second time writes the same content
             approve()
             return target
         _move_aside(target, wrong)
@@ -124,12 +125,12 @@ def _write_state(file: HashedFile, state: dict) -> None:
     except RuntimeError as error:
         if not re.search("inline_container|PytorchStreamWriter|iostream", str(error)):
             raise
-        # torch does not tell which error it was
+        # torch hides the original error
         raise OSError(errno.EIO, "cannot be written; is the disk full?", "training_state.pt") from error
 
 
 def _shards(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """File -> weights."""
+    """Assign the weights to files: file name -> weights."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in model.state_dict().items():
@@ -144,9 +145,9 @@ def _shards(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _write_weights(file: HashedFile, weights: dict[str, torch.Tensor]) -> dict[str, list]:
-    """The bytes that `safetensors.torch.save_file` writes; from where they are, and tensors may share memory.
+    """Write the same bytes as `safetensors.torch.save_file`, without a copy of all weights. Tensors may share memory.
 
-    Returns what `_tensors_in` reads of them.
+    Returns what `_tensors_in` reads from the file.
     """
     kinds = [*_DTYPES]
     names = sorted(weights, key=lambda name: (kinds.index(weights[name].dtype), name))
@@ -166,26 +167,26 @@ def _write_weights(file: HashedFile, weights: dict[str, torch.Tensor]) -> dict[s
 
 
 def _move_aside(checkpoint: Path, wrong: list[str]) -> None:
-    """A damaged one, where a run has come to the same update again."""
+    """Rename a damaged checkpoint, because the run saves the same update again."""
     number, aside = 1, checkpoint.with_name(f"damaged-{checkpoint.name}")
     while os.path.lexists(aside):
         number += 1
         aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{number}")
     checkpoint.rename(aside)
-    log.warning("'%s' is damaged (%s): moved to '%s', and written anew", checkpoint, "; ".join(wrong), aside.name)
+    log.warning("'%s' is damaged (%s): moved to '%s' and written again", checkpoint, "; ".join(wrong), aside.name)
 
 
 def not_finite(model: nn.Module, weights: dict[str, torch.Tensor], state: dict | None = None) -> str | None:
-    """Which numbers cannot be worked with, in words: NaN or infinite ones, and impossible counts and variances.
+    """Names the tensors with NaN, infinite values, or negative counts or variances; None if there are none.
 
-    `weights` of the model, and the `state` of its training. A buffer of no normaliser may hold infinity: a mask.
+    Checks the `weights` of the model and its training `state`. Buffers outside normalisers may be masks with infinity.
     """
     parts = {name: module for name, module in model.named_modules() if isinstance(module, Normalizer)}
-    known = {f"{name}." if name else "" for name in parts}
+    normalizers = {f"{name}." if name else "" for name in parts}
     buffers = {name for name, _ in model.named_buffers()}
     found = []
     for name, tensor in weights.items():
-        is_mask = name in buffers and name[: name.rfind(".") + 1] not in known
+        is_mask = name in buffers and name[: name.rfind(".") + 1] not in normalizers
         found += [name] if _is_unfit(tensor, is_mask) else []
     for name, module in parts.items():
         wanted = ("count", "var") if isinstance(module, RunningNormalizer) else ()
@@ -200,7 +201,7 @@ def not_finite(model: nn.Module, weights: dict[str, torch.Tensor], state: dict |
 def _is_unfit(tensor: torch.Tensor, is_mask: bool) -> bool:
     if not tensor.is_floating_point():
         return False
-    # float8 has no sums; a sum is finite where all numbers are, but for overflow
+    # float8 has no sum. A finite sum proves that all numbers are finite; the sum itself may overflow
     tensor = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
     if bool(tensor.sum().isfinite()):
         return False
@@ -216,7 +217,7 @@ def _tensors_below(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def damage_of(checkpoint: Path) -> list[str]:
-    """What is wrong with it, a clause each; nothing where it is as it was written. Read once, while its files stay."""
+    """The defects of a checkpoint, a clause each; empty if it is intact. Cached until one of its files changes."""
     try:
         files = sorted((file, file.stat()) for file in checkpoint.iterdir() if file.is_file())
         stamp = checkpoint, *((file.name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for file, at in files)
@@ -230,33 +231,33 @@ def damage_of(checkpoint: Path) -> list[str]:
 def _damage(checkpoint: Path) -> list[str]:
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return [f"it has no {MANIFEST}; --trust takes it as it is"]
+        return [f"it has no {MANIFEST}; --trust accepts it as it is"]
     files, tensors = manifest["files"], manifest.get("tensors")
     present = {file.name for file in checkpoint.iterdir() if file.is_file()}
-    # all that may be loaded, listed or not
-    names = {*files, *present.intersection(_WEIGHTS + _OURS), *_weights_among(present)}
+    # every file that may be loaded, even if the manifest does not list it
+    names = {*files, *present.intersection(_WEIGHTS + _RUN_FILES), *_weights_among(present)}
     if manifest.get("kind") == "trusted":
         return damage(checkpoint, manifest, sorted(names))
     shards = _weights_among(files)
     if manifest.get("kind") != "checkpoint" or not isinstance(tensors, dict) or not shards:
-        return [f"{MANIFEST} is of no checkpoint"]
-    # several files are hashed at once
+        return [f"{MANIFEST} does not belong to a checkpoint"]
+    # hashes several files in parallel
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda name: damage(checkpoint, manifest, [name]), sorted(names.union(_OURS)))
+        parts = pool.map(lambda name: damage(checkpoint, manifest, [name]), sorted(names.union(_RUN_FILES)))
         found = [what for part in parts for what in part]
     if found:
         return found
     if _is_numbered(checkpoint) and checkpoint.name != f"checkpoint-{manifest.get('update')}":
         found.append(f"it was saved as checkpoint-{manifest.get('update')}")
     if manifest.get("config") != files["config.yaml"]["sha256"]:
-        found.append("config.yaml is not that of this run")
-    here = {name: kind for file in shards for name, kind in _tensors_in(checkpoint / file).items()}
-    unlike = [name for name in here.keys() | tensors.keys() if here.get(name) != tensors.get(name)]
-    return found + ([f"{MANIFEST} tells other tensors than there are: {', '.join(unlike[:_NAMED])}"] if unlike else [])
+        found.append("config.yaml belongs to another run")
+    stored = {name: kind for file in shards for name, kind in _tensors_in(checkpoint / file).items()}
+    differing = [name for name in stored.keys() | tensors.keys() if stored.get(name) != tensors.get(name)]
+    return found + ([f"{MANIFEST} lists other tensors: {', '.join(differing[:_NAMED])}"] if differing else [])
 
 
-def _unfit(checkpoint: Path) -> list[str]:
-    """What is wrong with one that is to be used."""
+def _unusable(checkpoint: Path) -> list[str]:
+    """The defects of a checkpoint, empty if the user trusts it."""
     return [] if adopts(checkpoint) else damage_of(checkpoint)
 
 
@@ -265,14 +266,14 @@ def _weights_among(names: Iterable[str]) -> list[str]:
 
 
 def _tensors_in(file: Path) -> dict[str, list]:
-    """Name -> dtype and shape, by the head of the file."""
+    """Name -> dtype and shape, from the header of the file."""
     with safe_open(file, "pt") as opened:
         parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {name: [part.get_dtype(), part.get_shape()] for name, part in parts.items()}
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
+    """The complete checkpoints of a run folder, oldest first."""
     found = filter(_is_numbered, folder.glob("checkpoint-*"))
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
@@ -282,13 +283,13 @@ def _is_numbered(path: Path) -> bool:
 
 
 def remove_old(folder: Path, keep: int, newest: Path) -> None:
-    """Keep so many checkpoints up to the `newest`, which was just saved, and none of what an interrupted save left.
+    """Keep the last `keep` checkpoints up to `newest`, which was just saved; delete the rest of interrupted saves.
 
-    Later ones are damaged: the run could not go on from them.
+    Checkpoints after `newest` are damaged, otherwise the run would have resumed from them; they stay.
     """
     found = checkpoints(folder)
     for path in found[: found.index(newest) + 1][:-keep]:
-        # interrupted, it must not look like a damaged checkpoint; if it cannot be moved, it stays
+        # renamed first: an interrupted deletion must not look like a damaged checkpoint. If that fails, it stays
         with suppress(OSError):
             path.rename(path.with_name(f".partial-{path.name}"))
     for path in folder.glob(".partial-checkpoint-*"):
@@ -296,32 +297,31 @@ def remove_old(folder: Path, keep: int, newest: Path) -> None:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint of a run folder that is as it was written; warns of later ones. None: there are none."""
-    told: list[tuple[str, str]] = []
+    """The newest intact checkpoint of a run folder, None without checkpoints. Logs damaged newer ones, each once."""
+    damaged: list[tuple[str, str]] = []
     for path in reversed(checkpoints(folder)):
-        if not (wrong := _unfit(path)):
-            for name, what in told:
-                # once, however often it is looked for
-                if folder / name not in _told:
-                    log.warning("'%s' is damaged: %s; %s is used instead", folder / name, what, path.name)
-                _told.add(folder / name)
+        if not (wrong := _unusable(path)):
+            for name, what in damaged:
+                if folder / name not in _reported:
+                    log.warning("'%s' is damaged (%s); %s is used instead", folder / name, what, path.name)
+                _reported.add(folder / name)
             return path
-        told.append((path.name, "; ".join(wrong)))
-    if told:
-        lines = [f"  {name}: {what}" for name, what in told]
-        advice = "start anew (--resume never moves the run aside), or copy the folder again from where it is whole"
+        damaged.append((path.name, "; ".join(wrong)))
+    if damaged:
+        lines = [f"  {name}: {what}" for name, what in damaged]
+        advice = "start from scratch with --resume never (it moves the run aside), or copy the folder again"
         raise CheckpointError("\n".join([f"'{folder}': all of its checkpoints are damaged:", *lines, advice]))
     return None
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint folder itself, the newest whole one of a run folder, or weights from elsewhere. It is verified."""
+    """Resolve `path`: a checkpoint folder, a run folder (its newest intact checkpoint) or weights. Verifies it."""
     path = Path(path)
     folder = path.parent if path.is_file() else path
-    # written by a run: then it has a manifest
+    # a checkpoint that a run wrote must have a manifest
     is_ours = _is_numbered(folder) or any((folder / name).is_file() for name in ("training_state.pt", "spec.json"))
-    if folder.is_dir() and is_ours and (wrong := _unfit(folder)):
-        advice = "use another checkpoint, or copy it again from where it is whole"
+    if folder.is_dir() and is_ours and (wrong := _unusable(folder)):
+        advice = "use another checkpoint, or copy it again from an intact copy"
         raise CheckpointError(f"'{folder}' is damaged: {'; '.join(wrong)}; {advice}")
     if weights_file(path):
         return path
@@ -338,9 +338,9 @@ def checkpoint_folder(path: str | Path) -> Path:
     found = find_checkpoint(path)
     folder = found.parent if found.is_file() else found
     if not (folder / "config.yaml").is_file():
-        lacks = ": no config.yaml is beside it" if found.is_file() else " has weights but no config.yaml"
+        lacks = " has no config.yaml in its folder" if found.is_file() else " has weights but no config.yaml"
         advice = "give a run folder or a checkpoint folder"
-        raise CheckpointError(f"'{found}'{lacks}, to tell what it holds weights of; {advice}")
+        raise CheckpointError(f"'{found}'{lacks}, which describes the model; {advice}")
     return folder
 
 
@@ -355,7 +355,7 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
         try:
             shards = _weights_among({*json.loads(read_small(file))["weight_map"].values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise CheckpointError(f"'{file}' cannot be read as an index of weights; fetch it again") from None
+            raise CheckpointError(f"'{file}' cannot be read as an index of weights; download it again") from None
         return {name: tensor for shard in shards for name, tensor in read_weights(file.parent / shard).items()}
     if file.suffix != ".safetensors":
         loaded = _torch_load(file)
@@ -370,28 +370,30 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
 def load_training_state(checkpoint: Path) -> dict:
     file = checkpoint / "training_state.pt"
     if not file.is_file():
-        advice = f"to start from its weights alone: pretrained={checkpoint}"
-        raise CheckpointError(f"'{checkpoint}' has no training_state.pt, so a run cannot go on from it; {advice}")
+        advice = f"to start from its weights alone, give pretrained={checkpoint}"
+        raise CheckpointError(f"'{checkpoint}' has no training_state.pt, so no run can resume from it; {advice}")
     find_checkpoint(checkpoint)
     return _torch_load(file)
 
 
 def _torch_load(file: Path) -> dict:
-    """Tensors and plain values only: nothing in the file can run."""
+    """Load tensors and plain values only: no code in the file is executed."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # an unpickler that meets broken bytes may raise anything
-        why = "it is damaged, or holds more than tensors and plain values; use another one"
+    except Exception as error:  # unpickling damaged bytes may raise any exception
+        why = "it is damaged, or holds more than tensors and plain values; use another file"
         raise CheckpointError(f"'{file}' cannot be read: {why}") from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"'{file}' cannot be read: it holds a {type(loaded).__name__}, not names with tensors")
+        raise CheckpointError(
+            f"'{file}' cannot be read: it holds a {type(loaded).__name__}, expected a dict of tensors"
+        )
     return loaded
 
 
 def load_spec(checkpoint: Path) -> EnvSpec:
     file = checkpoint / "spec.json"
     if not file.is_file():
-        raise CheckpointError(f"'{checkpoint}' has no spec.json; it was not written by this library")
+        raise CheckpointError(f"'{checkpoint}' has no spec.json; give a checkpoint that Sparring wrote")
     try:
         return TypeAdapter(EnvSpec).validate_json(read_small(file))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`--dry-run`: one rollout and one update, and what they showed. Nothing is written."""
+"""`--dry-run`: runs one rollout and one update and reports shapes, memory, speed and parity. Nothing is written."""
 
 import resource
 import sys
@@ -20,7 +20,7 @@ from sparring.runs.run import Run
 
 
 def dry_run(config: Config, only_rollout: bool = False) -> str:
-    """Shapes, memory, speed, and the parity of acting and scoring."""
+    """Run one rollout and one update; return shapes, memory, speed and the parity of acting and scoring as text."""
     if only_rollout and config.phase in ("imitate", "teacher"):
         raise UserError(f"--dry-run rollout: there are no rollouts in {config.phase}; --dry-run alone tries one update")
     run = Run(config, folder=False, quiet=True)
@@ -31,7 +31,7 @@ def dry_run(config: Config, only_rollout: bool = False) -> str:
             what, lines = "one update", _imitation(phase)
         elif isinstance(phase, Teacher) or (isinstance(phase, Adversarial) and not only_rollout):
             what = "a few episodes, one update" if isinstance(phase, Teacher) else "one rollout, one update of each"
-            # its episodes must not lie in the run folder
+            # episodes are stored in a temporary folder, not in the run folder
             with tempfile.TemporaryDirectory() as folder:
                 phase.replay.folder = Path(folder)
                 lines = _teacher(phase) if isinstance(phase, Teacher) else _adversarial(phase)
@@ -48,7 +48,7 @@ def dry_run(config: Config, only_rollout: bool = False) -> str:
 
 def _rollout_and_update(phase: Finetune) -> list[str]:
     metrics, rollout = phase.step(0.0), phase.buffer.rollout()
-    # a rollout before this one may have fitted normalisers
+    # `collected` may include an earlier rollout that fitted normalisers
     collected, learned_from = phase.progress.env_steps, int(rollout["next", "executed"].sum())
     return [
         *_measured(phase, rollout, phase.buffer.bytes(), "rollout"),
@@ -59,7 +59,7 @@ def _rollout_and_update(phase: Finetune) -> list[str]:
 
 
 def _rollout(phase: Finetune) -> list[str]:
-    """What ManiFlow's test_rl_rollout.py was for: do robots and policy work together? Rewards are the env's."""
+    """Check that robots and policy work together, like ManiFlow's test_rl_rollout.py. Rewards are those of the env."""
     started = time.perf_counter()
     phase.collect()
     rate, episodes = phase.collector.env_steps / (time.perf_counter() - started), phase.collector.drain_episodes()
@@ -96,19 +96,19 @@ def _teacher(phase: Teacher) -> list[str]:
 def _adversarial(phase: Adversarial) -> list[str]:
     metrics = phase.step(0.0)
     lines = _measured(phase, phase.explorer.buffer.rollout(), phase.replay.store.bytes(), "episodes")
-    # where the world model warms up alone, or no episode has ended yet, there are fewer metrics
+    # some metrics are absent while only the world model warms up, or before an episode has ended
     shown = {"parity": "parity: {:.3g}", "wm_loss": "loss: {:.3g}"}
     return lines + [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
 
 
 def _measured(phase: Phase, td: TensorDict, stored: int, what: str) -> list[str]:
-    """The shapes in `td`, and memory."""
+    """Report the shapes in `td` and the memory use."""
     lines = ["shapes:"]
     for key, value in sorted(td.items(True, True), key=lambda item: str(item[0])):
         name = "/".join(key) if isinstance(key, tuple) else key
         lines.append(f"  {name:28} {str(list(value.shape)):24} {str(value.dtype).removeprefix('torch.')}")
     parameters = sum(p.numel() for p in phase.model.parameters())
-    # most memory this process ever held, in MiB
+    # peak memory of this process, in MiB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     memory = f"{stored / 2**20:.3g} MiB of {what}, {peak:.0f} MiB at most"
     return [*lines, f"memory: {parameters:,} parameters, {memory}"]

@@ -1,4 +1,4 @@
-"""Does a saved run fit this one? Settings, what the env shows, and weights are compared; what differs is reported."""
+"""Compatibility of a saved run with this one: compares settings, env specs and weights, and reports differences."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,57 +34,60 @@ from sparring.runs.checkpoint import (
 _NOT_READ = {
     "teacher": ("policy.", "ppo.", "grpo.", "algorithm", "imitate.", "student.", "adversarial.", "rewards.", "buffer.")
 }
-# settings of an env that leave all shapes as they are and change what an action does
+# env settings that change the meaning of an action but no shape
 _SAME_MEANING = ("control_mode", "action_scale")
-# section of a config -> what it makes, and the phases that train it
+# section of a config -> what it builds, and the phases that train it
 _TRAINED_BY = {
     "world_model": ("world models", ("teacher", "adversarial")),
     "policy": ("explorers", ("student", "adversarial")),
 }
-# what frozen weights may be kept in, and go over into each other
+# dtypes of frozen weights; they are converted into each other
 _CAST = {torch.float32, torch.bfloat16}
-# in a training state, at any depth: whole numbers that only grow
+# keys of a training state, at any depth, whose values are counts
 _COUNTERS = {"updates", "env_steps", "episodes", "decision", "gradient_steps", "fits", "warmups"}
 _COUNTERS |= {"metrics_rows", "timeline_rows", "evaluations_rows"}
 _MOST = 1 << 62
-# in the names of LoRA's weights
+# part of the names of LoRA weights
 _ADAPTER = ".lora_"
 
 
 def diverged(config: Config, updates: int, unfit: str) -> Diverged:
-    """What was learned since the last checkpoint is not saved, and how to go on from that."""
+    """The error of a run whose weights or state are invalid: it names them and how to continue from a checkpoint."""
     rates = [f"{config.phase}.learning_rate"] if config.phase in ("teacher", "adversarial", "imitate") else []
     if config.phase not in ("teacher", "imitate"):
         section = "algorithm_config" if ":" in config.algorithm else config.algorithm
         rates += [f"{section}.{n}" for n in ("policy_lr", "critic_lr") if n in dict(config.algorithm_section)]
     lower = f"lower {', '.join(rates)}"
     kept = [path for path in checkpoints(config.run_folder) if not damage_of(path)]
-    then = f"nothing was saved before; {lower}"
+    advice = f"there is no earlier checkpoint; {lower}"
     if kept:
-        then = f"{kept[-1].name} is kept; {lower}, and start from it: --output DIR pretrained={kept[-1]}"
-    return Diverged(f"update {updates} is not saved: NaN, infinite or impossible numbers in {unfit}; {then}")
+        advice = f"{kept[-1].name} is kept; {lower}, and start from it: --output DIR pretrained={kept[-1]}"
+    return Diverged(f"update {updates} is not saved: NaN, infinite or impossible numbers in {unfit}; {advice}")
 
 
 def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:
-    """A run goes on, maybe further, with the settings it was saved with; a missing one must have its default."""
+    """Refuse to resume with other settings than the saved ones; only limits and harmless settings may differ.
+
+    A setting that was not saved must have its default.
+    """
     now = flatten(config.dump())
     free = (*FREE_TO_DIFFER, *LIMITS, *_NOT_READ.get(config.phase, ()))
     shown = {
-        key: [value_text(values[key]) if key in values else "not there" for values in (saved, now)]
+        key: [value_text(values[key]) if key in values else "not set" for values in (saved, now)]
         for key in sorted(saved.keys() | now.keys())
         if not key.startswith(free) and (key in saved or not _is_default(config, key))
     }
     changed = [f"  {key}: {then} in the folder, {today} now" for key, (then, today) in shown.items() if then != today]
     if saved and changed:
         advice = (
-            "give another folder (--output DIR), start anew here (--resume never; the old run is moved aside), "
+            "give another folder (--output DIR), start from scratch here (--resume never moves the old run aside), "
             f"or start a new run from its weights (--output DIR pretrained={folder})"
         )
         raise ConfigError([f"'{folder}' holds a run with another config:", *changed, advice])
 
 
 def schedules_of(config: Config) -> list[str]:
-    """Settings whose values change over the length of the run."""
+    """Names of the settings whose values follow a schedule over the length of the run."""
     names = []
     if config.phase in ("teacher", "adversarial"):
         names.append(f"{config.phase}.learning_rate")
@@ -92,8 +95,8 @@ def schedules_of(config: Config) -> list[str]:
         names += ["imitate.lr_schedule"] if config.imitate.lr_schedule != "constant" else []
     elif config.phase != "teacher":
         section = "algorithm_config" if ":" in config.algorithm else config.algorithm
-        of_algorithm = [name for name, _ in config.algorithm_section if name.endswith("_schedule")]
-        changing = [name for name in of_algorithm if getattr(config.algorithm_section, name) != "constant"]
+        schedules = [name for name, _ in config.algorithm_section if name.endswith("_schedule")]
+        changing = [name for name in schedules if getattr(config.algorithm_section, name) != "constant"]
         names += [f"{section}.{name}" for name in changing]
     return names
 
@@ -102,38 +105,38 @@ def _is_default(config: Config, key: str) -> bool:
     section, _, leaf = key.partition(".")
     holder, name = (getattr(config, section), leaf) if leaf else (config, section)
     field = type(holder).model_fields.get(name)
-    # None: a key within a setting. Of a section only its keys count
+    # None: a key inside a setting. A section counts as default, because its keys are checked one by one
     if field is None or isinstance(value := getattr(holder, name), Section):
         return field is not None
     return value == field.get_default(call_default_factory=True)
 
 
 def other_origin(section: str, phase: str | None) -> str | None:
-    """Where a run of `phase` trains nothing that `section` of a config makes: a message that says so."""
+    """A message if a run of `phase` does not train what `section` of a config builds; None if it does."""
     what, phases = _TRAINED_BY[section]
     if phase in phases:
         return None
-    return f"it was made by `sparring train {phase}`; {what} come of `sparring train {phases[0]}`"
+    return f"it was made by `sparring train {phase}`; `sparring train {phases[0]}` makes {what}"
 
 
 def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
-    """What a policy sees and does, where it differs."""
+    """The differences between the observations and actions of two envs, a clause each."""
 
     def shape(spec: EnvSpec, name: str) -> str:
         size, dtype = spec.observation.get(name, ((), ""))
-        return f"{list(size)} {dtype}" if dtype else "not there"
+        return f"{list(size)} {dtype}" if dtype else "absent"
 
     both, names = (trained, now), sorted(trained.observation.keys() | now.observation.keys())
     values = {f"observation/{name}": [shape(spec, name) for spec in both] for name in names}
-    of_actions = ("action_dim", "discrete_actions", "action_padding")
-    values |= {name: [getattr(spec, name) for spec in both] for name in of_actions}
+    action_fields = ("action_dim", "discrete_actions", "action_padding")
+    values |= {name: [getattr(spec, name) for spec in both] for name in action_fields}
     return [f"{name} was {then} and is {today}" for name, (then, today) in values.items() if then != today]
 
 
 def load_part(model: nn.Module, section: str, path: str, key: str, config: Config, env: Env) -> None:
-    """Load the weights of what `section` of an earlier run's config made; refused where that run and this one differ.
+    """Load the weights of the part of an earlier run that `section` of its config built.
 
-    `key`: the setting that `path` was given as.
+    Raises a UserError if the settings or specs of the two runs differ. `key`: the setting that gave `path`.
     """
     folder = checkpoint_folder(path)
     trained = saved_settings(folder)
@@ -146,49 +149,53 @@ def load_part(model: nn.Module, section: str, path: str, key: str, config: Confi
         differences = [f"{k} was {trained.get(k)} and is {v}" for k, v in now.items() if trained.get(k) != v]
         differences += spec_differences(_predicted(load_spec(folder)), _predicted(env.spec))
     if differences:
-        advice = "leave out what you gave (the rest comes with it), or train another"
-        raise UserError("\n".join([f"{key}={path}: that does not fit this run:", *differences, advice]))
-    # an adversarial run saves both, under these names
+        advice = "leave out these settings (they are taken from that run), or train another"
+        raise UserError("\n".join([f"{key}={path}: does not fit this run:", *differences, advice]))
+    # an adversarial run saves both parts, under these prefixes
     load_weights(model, folder, f"{section}." if trained["phase"] == "adversarial" else "")
 
 
 def _predicted(spec: EnvSpec) -> EnvSpec:
-    """What a world model reads; measures may differ."""
+    """The spec with only the observations that a world model reads."""
     read = {name: kind for name, kind in spec.observation.items() if name.partition("/")[0] in ("image", "state")}
     return replace(spec, observation=read)
 
 
 def load_pretrained(model: nn.Module, path: str | Path, env: Env) -> str:
-    """The weights of another run, whose env must show and accept what this one does. Returns what it did, in words."""
+    """Load the weights of another run, whose env must have the same spec. Returns a description for the log."""
     found = find_checkpoint(path)
     folder = found.parent if found.is_file() else found
     has_spec = (folder / "spec.json").is_file()
     differences = spec_differences(load_spec(folder), env.spec) if has_spec else []
     trained = saved_settings(folder)
-    # the shape of a padded state does not say what is in it
+    # a padded state has the same shape for other contents, so these settings are compared too
     for key in [f"env.{name}" for name in (*_SAME_MEANING, "object_state")]:
         now = getattr(env.config, key.removeprefix("env."), None)
         if trained.get(key, now) != now:
             differences.append(f"{key} was {trained[key]} and is {now}")
     if differences:
-        what = f"pretrained={path}: was trained in another env; leave out what you gave, or train another:"
+        what = f"pretrained={path}: was trained in another env; leave out these settings, or train another:"
         raise CheckpointError("\n".join([what, *differences]))
-    return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()), of_plain=True)
+    return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()), may_lack_adapters=True)
 
 
 def load_weights(
-    model: nn.Module, path: str | Path, prefix: str = "", may_be_new: tuple[str, ...] = (), of_plain: bool = False
+    model: nn.Module,
+    path: str | Path,
+    prefix: str = "",
+    may_be_new: tuple[str, ...] = (),
+    may_lack_adapters: bool = False,
 ) -> str:
-    """Strictly: every key present, none left over, every shape equal; else nothing is changed and all is reported.
+    """Load weights strictly: all keys and shapes must match; otherwise nothing changes and all differences are listed.
 
-    A part of the model whose name (with a dot) is in `may_be_new` keeps its fresh weights where none of them are given.
-    `prefix`: of a checkpoint that holds several models, the one whose keys begin so. `of_plain`: a model with LoRA
-    adapters also takes weights of one without, and its adapters are new then. Returns what it did, in words.
+    `prefix` selects one of several models in a checkpoint by the start of its keys. A part of the model whose name
+    (with a dot) is in `may_be_new` keeps its initial weights if the file has none of them. `may_lack_adapters`: if the
+    file has no LoRA weights, the adapters keep their initial weights. Returns a description for the log.
     """
     file = cast(Path, weights_file(find_checkpoint(path)))
     expected = model.state_dict()
     given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
-    if of_plain and not any(_ADAPTER in key for key in given):
+    if may_lack_adapters and not any(_ADAPTER in key for key in given):
         # a network with adapters has other names for the same weights
         plain = {key.replace(".base_layer.", "."): key for key in expected}
         given = {plain.get(key, key): weight for key, weight in given.items()}
@@ -196,24 +203,24 @@ def load_weights(
     absent = tuple(part for part in may_be_new if not any(key.startswith(part) for key in given))
     fit = WeightsFit.of(expected, given, absent)
     if not fit.exact:
-        trained_with = "Use the config it was trained with (config.yaml beside it)"
-        raise CheckpointError(f"'{file}' does not fit this model: {fit.sentence}. {trained_with}")
-    unlike = [n for n, w in given.items() if w.dtype != expected[n].dtype and not {w.dtype, expected[n].dtype} <= _CAST]
-    if unlike:
-        kinds = [f"{n} {given[n].dtype} instead of {expected[n].dtype}" for n in unlike]
-        shown = WeightsFit.some(kinds).replace("torch.", "")
-        raise CheckpointError(f"'{file}' does not fit this model: {len(unlike)} of another dtype: {shown}. Convert it")
+        advice = "Use the config it was trained with (config.yaml in its folder)"
+        raise CheckpointError(f"'{file}' does not fit this model: {fit.sentence}. {advice}")
+    dtypes = [(n, w.dtype, expected[n].dtype) for n, w in given.items() if w.dtype != expected[n].dtype]
+    differing = [f"{n} {has} instead of {wanted}" for n, has, wanted in dtypes if not {has, wanted} <= _CAST]
+    if differing:
+        shown = f"{len(differing)} tensors of another dtype: {WeightsFit.some(differing)}".replace("torch.", "")
+        raise CheckpointError(f"'{file}' does not fit this model: {shown}. Convert it")
     if unfit := not_finite(model, given):
         raise CheckpointError(
-            f"'{file}' cannot be used: NaN, infinite or impossible numbers in {unfit}; use another one"
+            f"'{file}' cannot be used: NaN, infinite or impossible numbers in {unfit}; use another checkpoint"
         )
     model.load_state_dict(given, strict=False)
     new = [key for key in expected if absent and key.startswith(absent)]
-    return f"{len(given)} tensors, all that there are" + (f"; new: {WeightsFit.some(new)}" if new else "")
+    return f"all {len(given)} tensors" + (f"; new: {WeightsFit.some(new)}" if new else "")
 
 
 def read_state(checkpoint: Path, processes: int) -> dict[str, Any]:
-    """The training state of a checkpoint, of which all that does not depend on the phase has been looked at."""
+    """The training state of a checkpoint; everything that does not depend on the phase is verified."""
     file, state = checkpoint / "training_state.pt", load_training_state(checkpoint)
     kinds = {"phase": dict, "processes": list, "pending": dict, "recorder": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
@@ -235,13 +242,13 @@ def read_state(checkpoint: Path, processes: int) -> dict[str, Any]:
 
 @contextmanager
 def misfits(checkpoint: Path) -> Iterator[None]:
-    """Whatever goes wrong while a state is put back, it is the state that does not fit."""
-    mistakes = (KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError, ValueError)
+    """Turn errors while a state is restored into a CheckpointError: the saved state does not fit."""
+    errors = (KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError, ValueError)
     file = checkpoint / "training_state.pt"
     try:
         yield
-    except mistakes as error:
-        # a sentence already; of an env or an actor that failed, its own
+    except errors as error:
+        # subclasses of UserError already explain themselves; so do failures of an env or a process
         if isinstance(error, UserError) and type(error) is not UserError:
             raise
         why = error if isinstance(error, UserError) else describe_error(error)
@@ -249,7 +256,7 @@ def misfits(checkpoint: Path) -> Iterator[None]:
 
 
 def _impossible(value: Any, path: str = "") -> Iterator[str]:
-    """Counters that do not count; a clause each."""
+    """Counters with impossible values, a clause each."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, inner in items:
         place = f"{path}.{key}".lstrip(".")

@@ -1,11 +1,11 @@
-"""The run folder: starting in it, going on in it, and never mixing two runs; and status.json, the state of the run.
+"""The run folder: start or resume a run in it, never mix two runs; and status.json, the state of the run.
 
 outputs/<phase>_rl/
   config.yaml  manifest.json  status.json  episode_metrics.jsonl  evaluations.jsonl  timeline.jsonl  evaluation.json
   writer.lock  checkpoint-<n>/  samples/*.png  videos/*.mp4  logs/  train.log  tensorboard/  wandb/
 
-status.json is for those who look at the folder from outside. `state` is running, finished, interrupted or crashed. One
-that says `running` while nobody holds writer.lock was killed.
+Other programs read status.json. `state` is running, finished, interrupted or crashed. If it is `running` and no process
+holds writer.lock, the run was killed.
 """
 
 import errno
@@ -45,42 +45,42 @@ from sparring.runs.listing import read_status
 log = logging.getLogger(LOGGER)
 
 ROW_FILES = ("episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl")
-# between two writes of progress alone: shorter updates are followed within a second
+# minimum time between two writes of progress alone, so that short updates do not write too often
 _SECONDS = 0.5
-# a file system without locks
+# errors of a file system without locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 class RunFolder:
-    """The folder of a run. Nothing in it is ever overwritten."""
+    """The folder of a run. Starting a run never overwrites another run."""
 
     def __init__(self, config: Config):
         self.config, self.path = config, config.run_folder
 
     def choose_checkpoint(self) -> Path | None:
-        """The checkpoint to go on from, or None to start anew. Writes nothing: a mistake may still be found later."""
+        """The checkpoint to resume from, or None to start from scratch. Writes nothing; later checks may still fail."""
         path, resume = self.path, self.config.resume
         if path.exists() and not path.is_dir():
             raise ConfigError([f"output = '{path}': is a file; give a folder"])
         refuse_links_out(path)
         if (path / "writer.lock").exists():
             with folder_lock(path):
-                pass  # refused before anything is built
+                pass  # a folder in use is refused before anything is built
         if resume == "never":
             return None
-        # where nothing was saved there is nothing to mix with: a start that failed does not take the folder
+        # without a checkpoint there is nothing to mix with: after a failed start any run may use the folder
         if found := checkpoints(path):
             newest = cast(Path, newest_whole(path))
             saved = saved_settings(newest)
             refuse_other_config(path, saved, self.config)
-            # a run that branched off from a checkpoint goes on by the same command
+            # the command that branched off from a checkpoint also resumes the new run
             if resume in ("auto", saved.get("resume")):
                 return newest
         if resume == "auto":
             return None
         checkpoint = find_checkpoint(resume)
         refuse_other_config(checkpoint, saved_settings(checkpoint), self.config)
-        # going back to an older checkpoint in the same folder would destroy what came after it
+        # resuming from an older checkpoint in the same folder would destroy the later ones
         found, chosen = [other.resolve() for other in found], checkpoint.resolve()
         later = found[found.index(chosen) + 1 :] if chosen in found else found
         if later := [other for other in later if not damage_of(other)]:
@@ -89,7 +89,7 @@ class RunFolder:
         return checkpoint
 
     def make_room(self) -> None:
-        """Move an earlier run aside where this one starts anew, after `choose_checkpoint`."""
+        """Move an earlier run aside if this one starts from scratch. Call it after `choose_checkpoint`."""
         path = self.path
         if self.config.resume != "never" or not path.exists():
             return
@@ -102,20 +102,20 @@ class RunFolder:
                 log.info("moved the earlier run to %s", old)
 
     def open(self) -> None:
-        """Make it ready, after `make_room`; to be called while `folder_lock` it."""
+        """Prepare the folder. Call it after `make_room`, inside `folder_lock`."""
         path = self.path
-        # what an interrupted save or removal left
+        # the rest of interrupted saves and deletions
         for partial in path.glob(".partial-checkpoint-*"):
             shutil.rmtree(partial, ignore_errors=True)
         for partial in path.glob("videos/*.partial"):
             partial.unlink(missing_ok=True)
         if checkpoints(path):
             return
-        # of a run that was stopped before its first checkpoint; they will be written again
+        # files of a run that was stopped before its first checkpoint; this run writes them again
         earlier = [path / name for name in (*ROW_FILES, "wandb/id")]
         if earlier[0].exists() or (path / "status.json").exists():
-            anew = "starts from the beginning, and writes its numbers anew (logs and videos stay)"
-            log.warning("'%s' holds an earlier try that left no checkpoint: %s", path, anew)
+            effect = "starts from the beginning and replaces the recorded metrics (logs and videos stay)"
+            log.warning("'%s' holds an earlier try that left no checkpoint: %s", path, effect)
         try:
             for file in earlier:
                 file.unlink(missing_ok=True)
@@ -124,44 +124,44 @@ class RunFolder:
             raise ConfigError([f"output = '{path}': cannot write there ({error.strerror})"]) from None
 
     def write_config(self, config: Config) -> None:
-        """Signed: what it names may be imported when the run is read again."""
+        """Write config.yaml and sign it, so that later commands may import the code that it names."""
         file = self.path / "config.yaml"
         write_whole(file, config.to_yaml())
         write_manifest(self.path, "run", {file.name: entry(file)})
 
     def keep_batch(self, error: Diverged, rank: int, update: int) -> None:
-        """For inspection, what was being learned from; each process its own."""
+        """Save the batch of a diverged update for inspection. Each process saves its own."""
         file = self.path / (f"diverged-{rank}.safetensors" if rank else "diverged.safetensors")
         leaves = error.batch.items(include_nested=True, leaves_only=True)
         tensors = {"/".join(key) if isinstance(key, tuple) else key: value for key, value in leaves}
-        # copies: no two of a file may share memory
+        # cloned, because tensors in a safetensors file must not share memory
         tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
         about = {"update": update, **error.about}
         try:
             save_file(tensors, file, {name: str(value) for name, value in about.items()})
         except (OSError, SafetensorError) as problem:
-            log.warning("cannot keep what it diverged on in '%s' (%s)", file, problem)
+            log.warning("cannot save the batch of the diverged update in '%s' (%s)", file, problem)
         else:
-            log.warning("what it diverged on is kept in '%s' (docs/troubleshooting.md)", file)
+            log.warning("the batch of the diverged update is saved in '%s' (docs/troubleshooting.md)", file)
 
     def holds(self, checkpoint: Path) -> bool:
         return checkpoint.parent.resolve() == self.path.resolve()
 
     def advise(self, checkpoint: Path) -> str:
-        """What to do where a run cannot go on from this checkpoint."""
-        anew = "start anew with --resume never (a run in the folder is moved aside)"
+        """What the user can do if a run cannot resume from this checkpoint."""
+        restart = "start from scratch with --resume never (it moves a run in the folder aside)"
         found = checkpoints(checkpoint.parent)
         older = found[: found.index(checkpoint)] if checkpoint in found else []
         if not older:
-            return anew
+            return restart
         if not self.holds(checkpoint):
-            return f"branch off from an older one with --resume {older[-1]}, or {anew}"
-        return f"remove '{checkpoint}' to go on from '{older[-1]}' with --resume auto, or {anew}"
+            return f"branch off from an older one with --resume {older[-1]}, or {restart}"
+        return f"remove '{checkpoint}' to resume from '{older[-1]}' with --resume auto, or {restart}"
 
 
 @contextmanager
 def folder_lock(folder: Path | None) -> Iterator[None]:
-    """Make the folder, and hold its lock while writing into it; the lock ends with the process. None: does nothing."""
+    """Create the folder and hold its lock; the lock ends with the process. None: does nothing."""
     if folder is None:
         yield
         return
@@ -183,16 +183,16 @@ def folder_lock(folder: Path | None) -> Iterator[None]:
 
 
 class Status:
-    """Written at once as a whole, so that nobody reads half of it. Without a folder, not at all.
+    """Writes status.json atomically, so that no reader sees half of it. Without a folder it writes nothing.
 
-    `goes_on`: what an earlier start of the run wrote still holds; all of it, where the run was finished by then.
+    `resumed`: keep what an earlier start of the run wrote; all of it if the run was finished.
     """
 
-    def __init__(self, folder: Path | None, phase: str, task: str, system: dict, goes_on: bool = False):
+    def __init__(self, folder: Path | None, phase: str, task: str, system: dict, resumed: bool = False):
         self.file = folder / "status.json" if folder else None
-        earlier = read_status(folder) if folder and goes_on else {}
+        earlier = read_status(folder) if folder and resumed else {}
         if wrong := earlier.get("damaged"):
-            log.warning("'%s': %s; what it said of the run so far is lost", folder, wrong)
+            log.warning("'%s': %s; the earlier status of the run is lost", folder, wrong)
         fraction = (earlier.get("progress") or {}).get("fraction", 0.0)
         self.was_finished = earlier.get("state") == "finished" and fraction >= 1
         self.system, self._process = system, {"pid": os.getpid(), "host": socket.gethostname(), "system": system}
@@ -201,25 +201,25 @@ class Status:
         self.content |= {"seconds": earlier.get("seconds") or 0.0, "progress": None, "best": None, "last": None}
         self.content |= {name: earlier[name] for name in ("started", "progress", "best", "last") if earlier.get(name)}
         self.content |= earlier if self.was_finished else {}
-        # since when seconds count, while it trains
+        # start of the seconds that are not counted yet; None while it does not train
         self._since: float | None = None
-        # state and why, as it ended last in this process
+        # state and reason of the last end in this process
         self.ended: tuple[str, str | None] | None = None
         self._began = False
         self._written = -float("inf")
         self._warned = False
 
     @classmethod
-    def of(cls, config: Config, folder: Path | None, phase: Phase, device: torch.device, goes_on: bool) -> "Status":
+    def of(cls, config: Config, folder: Path | None, phase: Phase, device: torch.device, resumed: bool) -> "Status":
         tasks = getattr(config.env, "task", ())
         task = tasks if isinstance(tasks, str) else ", ".join(tasks) or config.env.name
-        # where weights are averaged, the model is the average, which does not learn
-        learns = getattr(phase, "policy", phase.model)
-        return cls(folder, config.phase, task, _system(device, learns), goes_on)
+        # with averaged weights, `phase.model` is the average, which has no trainable parameters
+        trained = getattr(phase, "policy", phase.model)
+        return cls(folder, config.phase, task, _system(device, trained), resumed)
 
     def begin(self, progress: Progress, fraction: float, evaluations: list[dict], trains: bool = True) -> None:
-        """`evaluations`: lines of evaluations.jsonl so far."""
-        # one that was finished may be made to go further
+        """Write the state `running`. `evaluations`: the lines of evaluations.jsonl so far."""
+        # a finished run trains further if its limit was raised
         self.was_finished = self.was_finished and fraction >= 1
         if self.was_finished:
             return
@@ -236,7 +236,7 @@ class Status:
     def evaluated(self, evaluations: list[dict]) -> None:
         names = {"success_rate": "success_rate", "low": "success_low", "high": "success_high", "episodes": "episodes"}
         rates: list[dict[str, Any]] = [
-            {ours: line.get(f"eval/{theirs}") for ours, theirs in names.items()} | {"update": line["update"]}
+            {name: line.get(f"eval/{metric}") for name, metric in names.items()} | {"update": line["update"]}
             for line in evaluations
             if line.get("eval/success_rate") is not None
         ]
@@ -249,26 +249,26 @@ class Status:
         if self.was_finished:
             return
         self.content |= {"state": state, "why": why, "ended": time.time()}
-        # a start that failed is as far as it was before
+        # a failed start keeps the progress of the earlier one
         if self._began:
             self.content["progress"] = asdict(progress) | {"fraction": fraction}
         self._write()
         self._since = None
 
     def fail(self, progress: Progress, fraction: float, error: BaseException) -> None:
-        """Ended by an exception: its first line, without the last output of a process, which follows that line."""
+        """Write the end by an exception: the first line of its message, without the output of a process below it."""
         line = next(iter(str(error).splitlines()), "").removesuffix("; its last output:")
         why = line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".removesuffix(": ")
         self.end(progress, fraction, "interrupted" if isinstance(error, KeyboardInterrupt) else "crashed", why)
 
     def describe_system(self) -> str:
-        """The first line of a log."""
+        """The first line of a log: versions, platform and numbers of parameters."""
         system = self.system
         gpu = f", {system['gpu']}" if system["gpu"] else ""
         return (
             f"sparring {system['sparring']}, Python {system['python']}, torch {system['torch']}; "
             f"{system['platform']}, {system['cpus']} CPUs{gpu}; "
-            f"{system['trainable']:,} parameters learn, {system['frozen']:,} are frozen"
+            f"{system['trainable']:,} trainable parameters, {system['frozen']:,} frozen"
         )
 
     def _write(self) -> None:
@@ -280,11 +280,11 @@ class Status:
             self.content["seconds"] += now - self._since
             self._since = now
         try:
-            # by which it is seen that rows are missing at an end
+            # the last row numbers show a reader whether rows are missing at the end of a file
             rows = {name: RowFile(self.file.with_name(name)).last for name in ROW_FILES}
             Document(self.file).write(self.content | {"rows": rows})
         except OSError as error:
-            # a full disk: training, or what ended it, matters more than its status
+            # for example a full disk; training, or the error that ended it, matters more than the status
             if not self._warned:
                 log.warning("cannot write '%s' (%s); it is out of date", self.file, error.strerror)
             self._warned = True
@@ -292,7 +292,7 @@ class Status:
 
 
 def _system(device: torch.device, model: nn.Module) -> dict:
-    """What a run runs on, what it trains, and how it was started."""
+    """Versions, hardware, numbers of parameters, and the command of the run."""
     program, *arguments = sys.argv
     program = "sparring" if Path(program).name == "__main__.py" else Path(program).name
     system: dict[str, Any] = {"sparring": __version__, "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""Run: THE loop. It owns the run folder, the seeds and going on after a stop; it never knows what a phase does."""
+"""Run: the training loop. It owns the run folder, the seeds and resuming; the phase hides how it trains."""
 
 import logging
 import time
@@ -35,13 +35,13 @@ from sparring.runs.folder import RunFolder, Status, folder_lock
 
 log = logging.getLogger(LOGGER)
 
-_NOT_SAVED = "this update is not saved; another process of this run says why"
-# what the update under way gets to end by itself when the run is asked to stop: schedulers kill after 30 s and more
+_NOT_SAVED = "this update is not saved; another process of this run logs the reason"
+# after a stop signal, the time for the current update to end: schedulers kill after 30 s or more
 _GRACE_S = 20.0
 
 
 class Run:
-    """One training run; `folder=False` writes no files. `phase`, if not given, is built; its `run_log` comes along."""
+    """One training run; `folder=False` writes no files. A given `phase` comes with its `run_log`; else it is built."""
 
     def __init__(
         self, config: Config, phase: Phase | None = None, folder=True, quiet=False, run_log: RunLog | None = None
@@ -50,21 +50,21 @@ class Run:
         self.distributed = phase.distributed if phase else Distributed(config.device, config.rollout.watchdog_s)
         self.stages = OwnStages(config.rollout.groups, config.rollout.watchdog_s)
         self.stages.watch()
-        # `folder`: of the main process only, which writes nearly everything
+        # only the main process has a folder, because it writes nearly everything
         self.writes, self.folder = folder, config.run_folder if folder and self.distributed.is_main else None
         self.log = run_log or RunLog(config.logging, quiet, self.distributed.rank)
         if self.folder:
             check_installed(config.logging)
         run_folder = RunFolder(config)
         checkpoint = run_folder.choose_checkpoint() if self.folder else None
-        # the main process decides for all where to go on from
+        # the main process chooses the checkpoint for all processes
         checkpoint = self.distributed.gather_objects([checkpoint])[0]
-        # one thread while networks are made: their first weights must not depend on how many cores there are
+        # one thread while networks are built: initial weights must not depend on the number of cores
         threads = torch.get_num_threads()
         torch.set_num_threads(config.threads or 1)
         seed_everything(config.seed + self.distributed.rank)
         self.phase = phase or resolve(config.phase, PHASES, "phase").from_config(config, self.distributed)
-        # without images, networks are so small that more threads mostly wait for each other and for the simulator's
+        # networks without images are so small that more threads mostly wait for each other and for the simulator
         spec, acts_on = self.phase.env.spec, self.phase.env.device.type
         if not config.threads and (acts_on != "cpu" or any(name.startswith("image/") for name in spec.observation)):
             torch.set_num_threads(threads)
@@ -73,15 +73,15 @@ class Run:
         quiet = quiet or not self.distributed.is_main or config.logging.console_level not in ("DEBUG", "INFO")
         self.console = _RunConsole(quiet=quiet, title=f"{config.phase}  {self.folder or ''}".rstrip())
         self.checkpoints, self.evaluator = _Checkpoints(), _Evaluator()
-        # asked to go further, to where it has been already
-        self.nothing_new = False
-        # only now, when all that was given has been found to fit, is anything written
+        # a changed limit that the run has reached already
+        self.limit_passed = False
+        # nothing is written before all settings were checked
         if self.folder:
             run_folder.make_room()
-        # the others keep episodes in the folder too: not in the one that is being moved aside
+        # other processes store episodes in the folder too, so they wait until the old folder is moved aside
         self.distributed.barrier()
-        goes_on = checkpoint is not None and run_folder.holds(checkpoint)
-        self.status = Status.of(config, self.folder, self.phase, self.distributed.device, goes_on)
+        resumed = checkpoint is not None and run_folder.holds(checkpoint)
+        self.status = Status.of(config, self.folder, self.phase, self.distributed.device, resumed)
         self.stages.last_words = weakref.WeakMethod(self._fail)
         with folder_lock(self.folder):
             if self.folder:
@@ -98,57 +98,57 @@ class Run:
                     log.info("starts from the weights of %s: %s", pretrained, loaded)
                 if self.folder:
                     self.recorder.sinks = make_sinks(config, self.folder, self.phase.progress.updates)
-        # also when this is garbage, and when the interpreter ends
+        # closes the recorder also when the run is garbage-collected or the interpreter ends
         weakref.finalize(self, self.recorder.close)
 
     def extend(self, config: Config) -> None:
-        """Go on in the same process and folder, further than was first asked."""
+        """Raise the limits of the run, to continue it in the same process and folder."""
         self.config = config
         if self.folder is not None:
             RunFolder(config).write_config(config)
 
     @property
     def fraction(self) -> float:
-        """How much of the run is done: 1 when the first limit is reached."""
+        """The completed share of the run: 1 when the first limit is reached."""
         return self._share_of(self._limits(dict(self.config.training)))
 
     def _limits(self, training: dict[str, Any]) -> dict[str, int]:
-        """Those of the fields of `training` that end a run."""
+        """The fields of `training` that end a run."""
         limits = {name: training[name] for key in LIMITS if training.get(name := key.removeprefix("training."))}
         return limits or dict([self.phase.default_limit])
 
     def _share_of(self, limits: dict[str, int]) -> float:
-        made = self.phase.progress.by_limit
-        return min(1.0, max(made[name] / limit for name, limit in limits.items()))
+        counts = self.phase.progress.by_limit
+        return min(1.0, max(counts[name] / limit for name, limit in limits.items()))
 
     @property
-    def made(self) -> str:
-        """How far it is, for people to read. Where no robot acts, updates are all there is to count."""
+    def progress_text(self) -> str:
+        """The progress as text: env steps, or updates if no robot acts."""
         progress = self.phase.progress
         return f"{progress.env_steps:,} env steps" if progress.env_steps else f"{progress.updates:,} updates"
 
     def announce(self) -> None:
-        """Log what is about to happen."""
+        """Log the system, the data, the folder, and warnings about the settings."""
         config, learns_from = self.config, self.phase.learns_from
         log.info("%s", self.status.describe_system())
-        where = f"{config.phase} in {config.env.name} on {self.distributed.device}"
-        log.info("%s: learns from %s; seed %s", where, learns_from, config.seed)
-        log.info("run folder: %s (its config.yaml says every setting)", self.folder)
+        title = f"{config.phase} in {config.env.name} on {self.distributed.device}"
+        log.info("%s: learns from %s; seed %s", title, learns_from, config.seed)
+        log.info("run folder: %s (its config.yaml lists all settings)", self.folder)
         for key, threads in (("threads", config.threads), ("env.threads", getattr(config.env, "threads", 0))):
             if isinstance(threads, int) and threads > usable_cores():
-                log.warning("%s=%s, on %s cores: more threads wait for each other", key, threads, usable_cores())
+                log.warning("%s=%s on %s cores: extra threads only wait; use fewer", key, threads, usable_cores())
         if self.distributed.lacks_gpus and self.distributed.is_main:
             log.warning("%s", self.distributed.lacks_gpus)
-        if self.fraction >= 1 and not self.nothing_new:
-            log.info("already trained to the end (%s)", self.made)
+        if self.fraction >= 1 and not self.limit_passed:
+            log.info("already trained to the end (%s)", self.progress_text)
 
     def run(self) -> bool:
-        """Train to the end. False: interrupted; then a checkpoint is saved, and a message says how to go on."""
+        """Train to the end. False: interrupted; then a checkpoint is saved and a message explains how to resume."""
         with folder_lock(self.folder), self.recorder, self._status_open():
             return self._train()
 
     def evaluate(self) -> EvaluationResult | None:
-        """Held-out episodes by the main process, with videos; the others wait."""
+        """Evaluate in the main process on held-out episodes, with videos; other processes wait."""
         with folder_lock(self.folder), self.recorder, self._status_open(trains=False):
             return self.evaluator.evaluate(self)
 
@@ -170,8 +170,8 @@ class Run:
                     for part in (self.console, self.recorder, self.checkpoints, self.evaluator):
                         part.after_update(self, metrics)
                 except Exception as error:
-                    self._save_what_is_whole(error, updated, "stopped" if interrupt.requested else "failed")
-                    # whether because of the signal or by itself: it was asked to stop, and did
+                    self._save_after_failure(error, updated, "stopped" if interrupt.requested else "failed")
+                    # the stage may have failed because of the stop signal, and the update is saved: a normal stop
                     saved = self.checkpoints.saved_at == progress.updates
                     if isinstance(error, StageFailed) and interrupt.requested and saved:
                         return False
@@ -183,37 +183,37 @@ class Run:
         self.checkpoints.save_last(self)
         return True
 
-    def _save_what_is_whole(self, error: Exception, updated: bool, how: str) -> None:
-        """What a failure left: all of the last update, or what it was to learn from. `updated`: it came after that."""
+    def _save_after_failure(self, error: Exception, updated: bool, how: str) -> None:
+        """Save the last complete update, or the batch of a diverged one. `updated`: it failed after the update."""
         if updated:
-            # an evaluation is broken off; of several processes, the others wait for it
+            # the evaluation was cut short; with several processes the others wait for it, so none can save
             if isinstance(error, StageFailed) and self.distributed.world_size == 1:
                 self._stop_early(how)
         elif isinstance(error, Diverged):
-            # weights that lead nowhere are not saved; in all processes alike
+            # diverged weights are not saved; this error is raised in all processes
             if self.writes and error.batch is not None:
                 self.console.end()
                 RunFolder(self.config).keep_batch(error, self.distributed.rank, self.phase.progress.updates + 1)
         elif isinstance(error, PeerGone) or self.phase.learning:
-            # the processes save together; in the middle of an update weights and optimiser do not belong together
+            # saving needs all processes, and within an update weights and optimiser are inconsistent
             pass
         elif unfit := not_finite(self.phase.model, self.phase.model.state_dict(), self.phase.state_dict()):
             self.console.end()
-            log.warning("failed, and is not saved: NaN, infinite or impossible numbers in %s by now", unfit)
-        # collecting failed, and all else is as the last update left it; a start that fails does not take the folder
+            log.warning("failed and is not saved: NaN, infinite or impossible numbers in %s", unfit)
+        # collecting failed after a complete update; a run that fails in its first update saves nothing
         elif self.phase.progress.updates:
             self._stop_early(how)
 
     def _stop_early(self, how: str = "stopped") -> None:
         self.console.end()
         self.checkpoints.save_last(self)
-        # a line to look at meanwhile: the checkpoint has the pending numbers, and going on writes a whole one
+        # write the incomplete line for readers; the checkpoint keeps the pending metrics for the complete one
         if self.recorder.pending:
             self.recorder.write_line(self)
         if self.folder is not None:
             command = "The same command" + (" with --resume auto" if self.config.resume != "auto" else "")
-            then = "evaluates it" if self.fraction >= 1 else "goes on from here"
-            log.warning("%s after %s updates; saved. %s %s.", how, self.phase.progress.updates, command, then)
+            effect = "evaluates it" if self.fraction >= 1 else "resumes it"
+            log.warning("%s after %s updates; saved. %s %s.", how, self.phase.progress.updates, command, effect)
 
     def _resume(self, checkpoint: Path, run_folder: RunFolder) -> None:
         try:
@@ -226,49 +226,48 @@ class Run:
                 lost += self.recorder.load_state_dict(state["recorder"], self.phase.progress.updates)
                 self.recorder.pending.update(state["pending"])
         except CheckpointError as error:
-            raise CheckpointError(f"{error}\nto go on all the same: {run_folder.advise(checkpoint)}") from None
-        # a run that branches off has nothing in its own folder yet
+            raise CheckpointError(f"{error}\nto continue anyway, {run_folder.advise(checkpoint)}") from None
+        # a run that branches off has no checkpoint in its own folder yet
         if run_folder.holds(checkpoint):
             self.checkpoints.saved_at = self.phase.progress.updates
-        log.info("goes on from %s (%s)", checkpoint, self.made)
+        log.info("resumes from %s (%s)", checkpoint, self.progress_text)
         for message in lost:
             log.warning("%s", message)
 
     def _adopt_limits(self, checkpoint: Path, run_folder: RunFolder) -> None:
-        """Log how far it goes now, where that was another limit before, and keep the new one in config.yaml."""
-        goes_on, saved = run_folder.holds(checkpoint), saved_settings(checkpoint)
+        """Log a changed limit, and write the new one to config.yaml."""
+        saved = saved_settings(checkpoint)
         before = self._limits({key.removeprefix("training."): value for key, value in saved.items()})
         now = self._limits(dict(self.config.training))
-        self.nothing_new = now != before and self.fraction >= 1
-        if self.nothing_new:
+        self.limit_passed = now != before and self.fraction >= 1
+        if self.limit_passed:
             log.info("%s", self.phase.progress.passed(now))
         elif now != before:
-            far, schedules = Progress.describe(now), ", ".join(schedules_of(self.config))
-            change = f"the limit is {far} now, it was {Progress.describe(before)}"
-            then, share = self._share_of(before), self._share_of(now)
-            stretch = f"{schedules} now runs over {far} and continues from {share:.0%} (was at {then:.0%})"
+            limit, schedules = Progress.describe(now), ", ".join(schedules_of(self.config))
+            change = f"the limit is now {limit}, it was {Progress.describe(before)}"
+            earlier, share = self._share_of(before), self._share_of(now)
+            stretch = f"{schedules} now runs over {limit} and continues from {share:.0%} (was at {earlier:.0%})"
             log.info("%s; %s", change, stretch if schedules else f"{share:.0%} of that is done")
-        if not goes_on:
+        if not run_folder.holds(checkpoint):
             return
-        # the command that branched off from another run must find this one again
+        # the command that branched off from another run must also resume this one
         self.config = self.config.model_copy(update={"resume": saved.get("resume", self.config.resume)})
         if damaged := altered(run_folder.path, "config.yaml"):
-            again = f"it is written again, with the settings of {checkpoint.name}"
-            log.warning("'%s': %s; %s", run_folder.path, damaged[0], again)
+            log.warning("'%s': %s; written again from %s", run_folder.path, damaged[0], checkpoint.name)
         if damaged or self.fraction < 1:
             run_folder.write_config(self.config)
 
     @contextmanager
     def _status_open(self, trains: bool = True) -> Iterator[None]:
-        """status.json says that it runs, and then how it ended, also while videos are still being encoded."""
+        """Write to status.json that the run is running, and at the end how it ended, before all videos are encoded."""
         self.log.activate()
         self.stages.watch()
-        before = self.status.ended
+        last = self.status.ended
         self.status.begin(self.phase.progress, self.fraction, self.recorder.evaluations(), trains)
         self._link_log()
         with self._status_on_error():
             yield
-        ended = ("interrupted", "asked to stop; saved") if trains else before or ("finished", "not trained")
+        ended = ("interrupted", "stopped by a signal; saved") if trains else last or ("finished", "not trained")
         ended = ("finished", None) if self.fraction >= 1 else ended
         self.status.end(self.phase.progress, self.fraction, *ended)
 
@@ -277,7 +276,7 @@ class Run:
         try:
             yield
         except BaseException as error:
-            # whoever catches it writes to the console
+            # the caller reports it on the console
             log.debug("ended by an exception", exc_info=True)
             self._fail(error)
             raise
@@ -286,7 +285,7 @@ class Run:
         self.status.fail(self.phase.progress, self.fraction, error)
 
     def _link_log(self) -> None:
-        """Keep train.log of the training session; a later evaluation must not replace it."""
+        """Link train.log to the log of the training session; a later evaluation must not replace it."""
         if not self.status.was_finished:
             self.log.link()
 
@@ -295,19 +294,19 @@ class _RunConsole(Console):
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         progress, preparing = run.phase.progress, run.phase.preparing
         run.log.update(progress.updates, metrics)
-        made = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
+        count, unit = (progress.env_steps, "steps") if progress.env_steps else (progress.updates, "updates")
         shown = {"episode_reward": "reward {:.2f}", "success_rate": "success {:.0%}"}
-        # imitation has nothing else
+        # imitation collects no episodes
         shown = shown if "collect_seconds" in metrics else {"loss": "loss {:.4f}"}
-        # a world model: accuracy on what it has not learned from yet
+        # world models: accuracy on data that they have not learned from yet
         if run.phase.accuracy == "fresh_acc":
             shown = {"loss": "loss {:.3f}", "fresh_acc": "accuracy {:.0%}"}
         line = "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
-        self.progress(run.fraction, made[0], line, made[1], metrics, preparing)
+        self.progress(run.fraction, count, line, unit, metrics, preparing)
 
 
 class _RunRecorder(Recorder):
-    """A Recorder that writes a line of means every `training.log_every` updates."""
+    """A Recorder that writes a line of mean metrics every `training.log_every` updates."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -325,14 +324,13 @@ class _RunRecorder(Recorder):
         if progress.updates % run.config.training.log_every == 0 or run.fraction >= 1:
             self.write_line(run)
             if self.videos is not None and (prediction := phase.newest_prediction()):
-                # the last one is always made into a video
+                # the video of the last update is always written
                 self.videos.prediction(prediction, progress, phase.env.spec, run.fraction >= 1)
-        # pictures take the main process its time
-        run.distributed.barrier()
+        run.distributed.barrier()  # the main process needs longer, because it writes images
         run.distributed.update_done()
 
     def write_line(self, run: Run) -> None:
-        """Means over the updates since the last line, and over the processes."""
+        """Write the means over the updates since the last line and over the processes."""
         progress = run.phase.progress
         means = {name: sum(values) / len(values) for name, values in self.pending.items()}
         self.pending.clear()
@@ -340,17 +338,16 @@ class _RunRecorder(Recorder):
         run.log.normalizers(progress.updates, run.phase.model)
 
     def record_next_video(self, run: Run) -> None:
-        """Film the next episodes: when a run begins or goes on, and after every checkpoint, where there is time."""
+        """Record videos of the next episodes: at a start and after every checkpoint, if the time budget allows."""
         episodes = run.config.rollout.render_episodes
         if self.videos is not None and self.videos.affords(episodes):
             run.phase.record_video(episodes)
 
 
 class _Checkpoints:
-    """Saves every `training.save_every` updates, and what a run ends with."""
+    """Saves a checkpoint every `training.save_every` updates and at the end of a run."""
 
-    # updates
-    saved_at = -1
+    saved_at = -1  # number of updates of the last checkpoint
 
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         if run.phase.progress.updates % run.config.training.save_every == 0:
@@ -362,12 +359,12 @@ class _Checkpoints:
             self.save(run)
 
     def save(self, run: Run) -> None:
-        """Every process brings its own state, the main one writes. What is not finite is never a checkpoint."""
+        """Gather the state of every process; the main one writes it. Invalid numbers are never saved."""
         phase, distributed = run.phase, run.distributed
         own = phase.process_state() | {"random": random_state(distributed.device)}
         state: dict[str, Any] = {"phase": phase.state_dict(), "processes": distributed.gather_objects([own])}
         updates, weights = phase.progress.updates, phase.model.state_dict()
-        # one process checks the weights while it writes them; several check first, since a collective has a time limit
+        # one process checks the weights while it writes them; several check first, because collectives have a timeout
         check_first = distributed.world_size > 1 or run.folder is None
         with ThreadPoolExecutor(max_workers=1) as thread:
             checked = thread.submit(not_finite, phase.model, weights, state["phase"])
@@ -386,17 +383,14 @@ class _Checkpoints:
                 saved = save_checkpoint(run.folder, updates, phase.model, state, *about, approval)
                 remove_old(run.folder, run.config.training.keep_checkpoints, saved)
         self.saved_at = updates
-        # nobody leaves while the main process is still writing
-        distributed.barrier()
+        distributed.barrier()  # no process continues before the main process has written
 
 
 class _Evaluator:
-    """Evaluates every `evaluation.every` updates, and when asked."""
+    """Evaluates every `evaluation.every` updates and on request."""
 
-    # after how many updates last, and what was found
-    newest: tuple[int, EvaluationResult | None] = (-1, None)
-    # said in one evaluation of a run, not in all
-    has_said_no_video = False
+    newest: tuple[int, EvaluationResult | None] = (-1, None)  # number of updates at the last evaluation, and its result
+    has_warned_no_video = False  # warned once per run
 
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         if self._is_due(run):
@@ -407,7 +401,7 @@ class _Evaluator:
         return bool(every) and run.phase.progress.updates % every == 0
 
     def catch_up(self, run: Run) -> None:
-        """Of a run that was killed after it had saved: the evaluation that was to follow."""
+        """Do the evaluation that is missing because the run was killed after it had saved."""
         updates = run.phase.progress.updates
         if self._is_due(run) and run.checkpoints.saved_at == updates != self.newest[0]:
             is_missing = run.folder and updates not in {line["update"] for line in run.recorder.evaluations()}
@@ -415,17 +409,16 @@ class _Evaluator:
                 self.evaluate(run)
 
     def evaluate(self, run: Run) -> EvaluationResult | None:
-        """Once after an update, however often it is asked for; a run with nothing new keeps what was found before."""
+        """Evaluate at most once per update; if the limit was passed already, keep the recorded evaluation."""
         updates, evaluation = self.newest
         if updates == run.phase.progress.updates:
             return evaluation
         evaluation = None
-        done = [line["update"] for line in run.recorder.evaluations()] if run.nothing_new else []
+        done = [line["update"] for line in run.recorder.evaluations()] if run.limit_passed else []
         if run.distributed.is_main and run.phase.progress.updates not in done:
             run.console.end()
             evaluation = self._evaluate_here(run)
-            found = evaluation.episodes, evaluation.table()
-            log.info("after %s, %s held-out episodes:\n%s", run.made, *found)
+            log.info("after %s, %s held-out episodes:\n%s", run.progress_text, evaluation.episodes, evaluation.table())
         run.distributed.barrier()
         self.newest = (run.phase.progress.updates, evaluation)
         return evaluation
@@ -435,7 +428,7 @@ class _Evaluator:
         model, device = cast(Any, phase.evaluated_model), run.distributed.device
         evaluation: EvaluationResult
         if self.newest[0] < 0:
-            log.info("evaluating it on %s held-out episodes (evaluation.episodes)", config.evaluation.episodes)
+            log.info("evaluating on %s held-out episodes (evaluation.episodes)", config.evaluation.episodes)
         if phase.evaluation == "world_model":
             evaluation = WorldModelEvaluation.run(config, model, device)
         elif phase.evaluation == "exploration":
@@ -448,7 +441,7 @@ class _Evaluator:
         run.status.evaluated(recorder.evaluations())
         if isinstance(evaluation, Evaluation) and evaluation.videos and recorder.videos is not None:
             recorder.videos.evaluation(evaluation.videos, phase.progress, evaluation.spec)
-        if isinstance(evaluation, Evaluation) and evaluation.no_video_reason and not self.has_said_no_video:
+        if isinstance(evaluation, Evaluation) and evaluation.no_video_reason and not self.has_warned_no_video:
             log.warning("no video: %s", evaluation.no_video_reason)
-            self.has_said_no_video = True
+            self.has_warned_no_video = True
         return evaluation

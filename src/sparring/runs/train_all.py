@@ -1,8 +1,8 @@
-"""`sparring train all`: teacher, student, adversarial, each in a process of its own, each from what the last one left.
+"""`sparring train all`: trains teacher, student and adversarial, each in its own process from the runs before it.
 
 <output>/
-  teacher_rl/  student_rl/  adversarial_rl/      a run folder each
-  all.json                                       which of them are done, and with which settings; which start anew
+  teacher_rl/  student_rl/  adversarial_rl/      the run folders
+  all.json                                       finished phases with their settings; phases to start from scratch
 """
 
 import os
@@ -22,63 +22,68 @@ from sparring.phases import CHAIN
 from sparring.processes.child import forward_signals
 from sparring.processes.rows import Document, RowFile
 
-# what each starts from: key -> phase
+# phase -> the settings that name the runs it starts from: key -> phase
 _STARTS_FROM: dict[str, dict[str, str]] = {"teacher": {}, "student": {"student.teacher": "teacher"}}
 _STARTS_FROM["adversarial"] = {"adversarial.teacher": "teacher", "adversarial.student": "student"}
-_CURVES = {"rollout/contact_share": "share of decisions in touch with an object", "episode_reward": "pay of an episode"}
+_CURVES = {"rollout/contact_share": "share of decisions that touch an object", "episode_reward": "reward per episode"}
 
 
 def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "auto", trust: bool = False) -> int:
-    """0, or the code of the phase that failed or was interrupted; the same call goes on there."""
+    """Train all phases. Returns 0 or the exit code of the phase that failed or was interrupted.
+
+    The same call resumes in that phase.
+    """
     if resume not in ("auto", "never"):
-        raise UserError(f"--resume {resume}: all phases go on (auto) or start anew (never); name a phase to branch off")
-    shares = {phase: _settings_of(phase, given, output) for phase in CHAIN}
-    # mistakes are found before hours are spent
-    _refuse_own_starts(given)
-    for phase, settings in shares.items():
-        _refuse_own_folder(settings, _folder_of(phase, output))
+        advice = "give auto (resume) or never (start from scratch), or name a phase to branch off"
+        raise UserError(f"--resume {resume}: not possible with `train all`; {advice}")
+    settings_by_phase = {phase: _settings_of(phase, given, output) for phase in CHAIN}
+    # check the settings of all phases before the first one trains for hours
+    _refuse_start_settings(given)
+    for phase, settings in settings_by_phase.items():
+        _refuse_other_output(settings, _folder_of(phase, output))
         _refuse_bad_explorer(load_config(None, settings, phase, inherit=False))
     record = output / "all.json"
     done, wrong = Document(record).read() if os.path.lexists(record) and resume == "auto" else ({}, None)
     if wrong:
-        print(f"'{output}': {wrong}; each phase goes on by what its own folder says", file=sys.stderr, flush=True)
-    # these start anew, also in a later call, whatever lies in their folders
-    anew = list(CHAIN) if resume == "never" else done.pop("anew", [])
-    for number, (phase, settings) in enumerate(shares.items(), 1):
-        words = [f"{setting.key}={value_text(setting.value)}" for setting in settings]
-        what = f"phase {number} of {len(shares)}: {phase}"
-        if phase not in anew and done.get(phase) == words and any(_folder_of(phase, output).glob("checkpoint-*")):
-            print(f"{what}, done before", flush=True)
+        print(f"'{output}': {wrong}; each phase resumes from its own folder", file=sys.stderr, flush=True)
+    # phases to start from scratch even if their folders hold checkpoints; saved for later calls
+    restarts = list(CHAIN) if resume == "never" else done.pop("anew", [])
+    for number, (phase, settings) in enumerate(settings_by_phase.items(), 1):
+        overrides = [f"{setting.key}={value_text(setting.value)}" for setting in settings]
+        title = f"phase {number} of {len(settings_by_phase)}: {phase}"
+        has_checkpoint = any(_folder_of(phase, output).glob("checkpoint-*"))
+        if phase not in restarts and done.get(phase) == overrides and has_checkpoint:
+            print(f"{title}, done before", flush=True)
             continue
-        print(what, flush=True)
-        # the other phases' settings are reported there
+        print(title, flush=True)
+        # settings for other phases are reported with those phases
         for line in replace(rename(given, SCHEMA, phase), other_phases=[]).notes():
             print(visible(line), file=sys.stderr, flush=True)
-        how = "never" if phase in anew else "auto"
-        anew = [other for other in anew if other != phase]
-        _write(record, done, anew)
-        flags = ["--gpus", str(gpus), "--resume", how, *(["--trust"] if trust else [])]
-        code = _run(["train", phase, *flags, *words])
+        mode = "never" if phase in restarts else "auto"
+        restarts = [other for other in restarts if other != phase]
+        _write(record, done, restarts)
+        flags = ["--gpus", str(gpus), "--resume", mode, *(["--trust"] if trust else [])]
+        code = _run(["train", phase, *flags, *overrides])
         if code:
             return code
-        # what started from another one of these is out of date
-        changed = [word for word in {*words} ^ {*done.get(phase, ())} if not word.startswith(FREE_TO_DIFFER)]
-        if changed or how == "never":
-            anew += [other for other in list(CHAIN)[number:] if done.pop(other, None) and other not in anew]
-        done[phase] = words
-        _write(record, done, anew)
+        # later phases that started from an earlier version of this one are out of date
+        changed = [text for text in {*overrides} ^ {*done.get(phase, ())} if not text.startswith(FREE_TO_DIFFER)]
+        if changed or mode == "never":
+            restarts += [other for other in list(CHAIN)[number:] if done.pop(other, None) and other not in restarts]
+        done[phase] = overrides
+        _write(record, done, restarts)
     print(_summary(output))
     return 0
 
 
 def _settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]:
-    """What of `given` is for this phase: all but `<another phase>.<key of any section>`; and what the chain adds.
+    """The settings of `given` for this phase, without `<another phase>.<section>.<key>`, and those that the chain adds.
 
-    `teacher.coloured` is a setting like any other; `teacher.training.iterations` is `training.iterations` for it alone.
+    `teacher.coloured` is an ordinary setting; `teacher.training.iterations` sets `training.iterations` for it alone.
     """
     added = {key: str(_folder_of(other, output)) for key, other in _STARTS_FROM[phase].items()}
     added["output"] = str(_folder_of(phase, output))
-    # later ones win
+    # later settings override earlier ones
     return rename(given, SCHEMA, phase).settings + [Setting(key, value, "train all") for key, value in added.items()]
 
 
@@ -86,26 +91,26 @@ def _folder_of(phase: str, output: Path) -> Path:
     return output / f"{phase}_rl"
 
 
-def _refuse_own_starts(given: list[Setting]) -> None:
+def _refuse_start_settings(given: list[Setting]) -> None:
     added = {key for keys in _STARTS_FROM.values() for key in keys}
     aliases = rename(given, SCHEMA).schema.aliases
     for setting in given:
         if aliases.get(setting.key, setting.key) in added:
-            advice = "leave it out, or name the phase to start from that one"
-            raise UserError(f"{setting.key} ({setting.where}): `train all` begins with a teacher of its own; {advice}")
+            advice = "leave it out, or train a single phase to start from that run"
+            raise UserError(f"{setting.key} ({setting.where}): `train all` trains its own teacher; {advice}")
 
 
-def _refuse_own_folder(settings: list[Setting], folder: Path) -> None:
+def _refuse_other_output(settings: list[Setting], folder: Path) -> None:
     for setting in settings:
         if setting.key == "output" and setting.value is not None and Path(str(setting.value)) != folder:
             raise UserError(
                 f"{setting.as_written} = {setting.value} (from {setting.where}): this phase of `train all` writes to "
-                f"'{folder}'; leave it out, and say with --output where all of them go"
+                f"'{folder}'; leave it out, and give --output for the folder of all phases"
             )
 
 
 def _refuse_bad_explorer(config: Config) -> None:
-    """Build the explorer of a phase, to find mistakes that the phase would find hours later."""
+    """Build the explorer of a phase now, to raise errors that the phase would raise hours later."""
     if config.phase == "teacher":
         return
     from sparring.envs.env import make_env
@@ -117,34 +122,35 @@ def _refuse_bad_explorer(config: Config) -> None:
     make_policy(config.policy, with_cameras(env.spec, config.student.cameras), config.rollout.action_steps)
 
 
-def _write(record: Path, done: dict, anew: list[str]) -> None:
+def _write(record: Path, done: dict, restarts: list[str]) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
-    Document(record).write(done | ({"anew": anew} if anew else {}))
+    Document(record).write(done | ({"anew": restarts} if restarts else {}))
 
 
-def _run(words: list[str]) -> int:
-    """`sparring WORDS` in a process of its own; its exit code."""
-    # -P: without the working directory, see __main__.py
-    child = subprocess.Popen([sys.executable, "-P", "-m", "sparring", *words])
+def _run(arguments: list[str]) -> int:
+    """Run `sparring ARGUMENTS` in a process of its own; returns its exit code."""
+    # -P: does not import from the working directory, see __main__.py
+    child = subprocess.Popen([sys.executable, "-P", "-m", "sparring", *arguments])
     with forward_signals([child]):
         code = child.wait()
-    # killed by a signal: as a shell has it
+    # killed by a signal: the exit code that a shell reports
     return code if code >= 0 else 128 - code
 
 
 def _summary(output: Path) -> str:
-    """The measures of the three phases, from what they wrote."""
+    """The results of the three phases as a table, read from their run folders."""
     folders = {phase: _folder_of(phase, output) for phase in CHAIN}
     teacher, student, adversarial = (_evaluation_of(folders[phase]) for phase in CHAIN)
     rows = [("phase", "measure", "", "")]
     for camera in teacher["cameras"]:
         ratio, later = (_text(run["cameras"][camera]["changed_mse_ratio"]) for run in (teacher, adversarial))
         rows.append(("teacher", f"{camera}: squared error on changed pixels", ratio, "copying the last frame: 1"))
-        rows.append(("adversarial", "  the same, after sparring", later, ""))
+        rows.append(("adversarial", "  the same after this phase", later, ""))
     if student.get("exploration"):
-        touch = {who: found["contact"] for who, found in student["exploration"].items()}
-        mine, noise = touch.pop("policy"), max(touch.values())
-        rows.append(("student", "in touch with an object, held-out episodes", _text(mine), f"noise: {_text(noise)}"))
+        contact = {who: found["contact"] for who, found in student["exploration"].items()}
+        policy, noise = contact.pop("policy"), max(contact.values())
+        what = "share of decisions that touch an object, held-out episodes"
+        rows.append(("student", what, _text(policy), f"random actions: {_text(noise)}"))
     for phase in ("student", "adversarial"):
         for name, what in _CURVES.items():
             if curve := _curve(folders[phase], name):
@@ -152,20 +158,20 @@ def _summary(output: Path) -> str:
     errors = [_curve(folders["adversarial"], f"world_model/generations_error_{when}") for when in ("then", "now")]
     if errors[0]:
         then, now = (_text(curve[-1]) for curve in errors)
-        what = "error on what earlier explorers found, nats a token"
-        rows.append(("adversarial", what, now, f"when they were played: {then}"))
+        what = "error on episodes of earlier explorers, nats per token"
+        rows.append(("adversarial", what, now, f"when they were collected: {then}"))
     lines = [text_table(rows)]
     for folder in folders.values():
-        there = [name for name in ("samples", "videos") if (folder / name).is_dir()]
-        lines += [f"to look at: {folder}{os.sep}{', '.join(there)}"] if there else []
+        media = [name for name in ("samples", "videos") if (folder / name).is_dir()]
+        lines += [f"images and videos: {folder}{os.sep}{', '.join(media)}"] if media else []
     return "\n".join(lines)
 
 
 def _evaluation_of(folder: Path) -> dict[str, Any]:
     content, wrong = Document(folder / "evaluation.json").read()
     if wrong:
-        again = f"remove '{folder.parent / 'all.json'}', and the same command evaluates its phases again"
-        raise UserError(f"'{folder}': {wrong}; {again}")
+        advice = f"remove '{folder.parent / 'all.json'}' and run the same command to evaluate its phases again"
+        raise UserError(f"'{folder}': {wrong}; {advice}")
     return content
 
 
