@@ -113,7 +113,7 @@ def trained(tmp_path_factory):
     # each example of a page has a folder of its own
     for name in ("lift_25", "lift_vla"):
         shutil.copytree(folder / "outputs/demos/lift_d0", folder / "outputs/demos" / name)
-    for name, options in (("lift_20", ["lift_d0"]), ("stack_d0", ["stack_d0"])):
+    for name, options in (("lift_20", ["lift_d0"]), ("stack_d0", ["stack_d0", "--control-mode", "delta_ee_pos"])):
         demos = ["demos", *options, "--episodes", "2", "env.threads=1"]
         assert main([*demos, "--output", str(folder / "outputs/demos" / name)]) == 0
     for name in ("lift_imitated", "vla_tasks_imitated"):
@@ -128,8 +128,6 @@ def trained(tmp_path_factory):
 def tutorials_outputs(folder: Path) -> None:
     """What the tutorials' commands leave: runs of their own where only those fit, else copies of the runs above."""
     outputs = folder / "outputs"
-    demos = ["demos", "stack_d0", "--episodes", "2", "--control-mode", "delta_ee_pos", "env.threads=1"]
-    assert main([*demos, "--output", str(outputs / "demos/stack_d0")]) == 0
     short = [*TINY, "training.iterations=1", "evaluation.episodes=2", "evaluation.baseline=false"]
     short += ["rollout.n_envs=2", "rollout.render_episodes=0"]
     vla = ["policy.name=vla", "policy.model_class=tiny_vla:TinyVLA", "policy.critic_parts=[value_head]"]

@@ -345,7 +345,7 @@ def test_verify_says_what_is_not_one_s_own_or_was_changed(folder, tmp_path, monk
     assert main(["runs", "--verify", str(run)]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{run}: damaged: config.yaml has 8 bytes, expected 1000"
-    assert second == f"{run}/checkpoint-1: whole, but not signed by you"
+    assert second == f"{run}/checkpoint-1: intact, but not signed by you"
 
 
 def test_runs_in_several_folders_are_listed_once(folder, capsys):
