@@ -113,7 +113,11 @@ def trained(tmp_path_factory):
     # each example of a page has a folder of its own
     for name in ("lift_25", "lift_vla"):
         shutil.copytree(folder / "outputs/demos/lift_d0", folder / "outputs/demos" / name)
-    for name, options in (("lift_20", ["lift_d0"]), ("stack_d0", ["stack_d0", "--control-mode", "delta_ee_pos"])):
+    for name, options in (
+        ("lift_20", ["lift_d0"]),
+        ("stack_10", ["stack_d0"]),
+        ("stack_d0", ["stack_d0", "--control-mode", "delta_ee_pos"]),
+    ):
         demos = ["demos", *options, "--episodes", "2", "env.threads=1"]
         assert main([*demos, "--output", str(folder / "outputs/demos" / name)]) == 0
     for name in ("lift_imitated", "vla_tasks_imitated"):
