@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import tiny_pi0
+import torch
 from metric_names import unexplained
 
 import sparring.data
 from sparring.cli.main import build_parser, main
 from sparring.config.schema import load_config
+from sparring.envs.env import make_env
 from sparring.record.names import FLAT
 from sparring.runs.summary import _next_commands as next_commands
 
@@ -45,6 +47,11 @@ def documented_commands() -> list[str]:
     return list(found)
 
 
+def saved_files(page: Path) -> dict[str, str]:
+    """Name and text of the files that a page asks its reader to save."""
+    return dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", page.read_text(), re.S))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run to point at, in a folder like a user's."""
@@ -57,8 +64,9 @@ def trained(tmp_path_factory):
         patch.setattr(sys, "argv", ["gpt_vla.py", str(folder / "outputs/gpt_vla")])
         runpy.run_path(str(ROOT / "examples/gpt_vla.py"), run_name="__main__")
     tiny_pi0.write(folder / "checkpoints/pi0", states=64, actions=7)
-    page = (ROOT / "docs" / "vla.md").read_text()
-    (folder / "my_vla.py").write_text(re.search(r"```python\n(import torch\n.*?)```", page, re.S).group(1))
+    for page in PAGES:
+        for name, text in saved_files(page).items():
+            (folder / name).write_text(text)
     page = (ROOT / "docs" / "rewards.md").read_text()
     (folder / "my_rewards.py").write_text(re.search(r"```python\n(.*?)```", page, re.S).group(1))
     output = str(folder / "outputs" / "finetune_rl")
@@ -102,9 +110,43 @@ def trained(tmp_path_factory):
     words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]
     assert main([*words, "--output", str(folder / "outputs/imitate_rl")]) == 0
     (folder / "outputs/from_state").symlink_to("imitate_rl")
+    # each example of a page has a folder of its own
+    for name in ("lift_25", "lift_vla"):
+        shutil.copytree(folder / "outputs/demos/lift_d0", folder / "outputs/demos" / name)
+    for name, options in (
+        ("lift_20", ["lift_d0"]),
+        ("stack_10", ["stack_d0"]),
+        ("stack_d0", ["stack_d0", "--control-mode", "delta_ee_pos"]),
+    ):
+        demos = ["demos", *options, "--episodes", "2", "env.threads=1"]
+        assert main([*demos, "--output", str(folder / "outputs/demos" / name)]) == 0
+    for name in ("lift_imitated", "vla_tasks_imitated"):
+        shutil.copytree(folder / "outputs/imitate_rl", folder / "outputs" / name)
+    shutil.copytree(folder / "outputs/finetune_rl", folder / "outputs/lift_finetuned")
     flow = ["policy.name=flow", "policy.width=32", "policy.image_features=8", "policy.channels=[4,4]"]
     assert main([*words, *flow, "--output", str(folder / "outputs/flow")]) == 0
+    tutorials_outputs(folder)
     return folder
+
+
+def tutorials_outputs(folder: Path) -> None:
+    """What the tutorials' commands leave: runs of their own where only those fit, else copies of the runs above."""
+    outputs = folder / "outputs"
+    short = [*TINY, "training.iterations=1", "evaluation.episodes=2", "evaluation.baseline=false"]
+    short += ["rollout.n_envs=2", "rollout.render_episodes=0"]
+    vla = ["policy.name=vla", "policy.model_class=tiny_vla:TinyVLA", "policy.critic_parts=[value_head]"]
+    demos = f"imitate.demos=[{outputs}/demos/pick_red_d0,{outputs}/demos/pick_green_d0]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        words = ["train", "imitate", demos, *vla, "rollout.action_steps=5", *short]
+        assert main([*words, "--output", str(outputs / "vla_imitate")]) == 0
+    words = ["train", "finetune", f"pretrained={outputs}/flow", "env.reward=sparse", *short]
+    assert main([*words, "--output", str(outputs / "stack_rl")]) == 0
+    copies = {"quickstart/lift_d0": "finetune_rl", "lift_d0_joints": "finetune_rl", "stack_imitate": "flow"}
+    copies |= {"vla_lora": "vla_imitate", "quickstart_all/adversarial_rl": "teacher_rl"}
+    copies |= {f"quickstart_all/{phase}": phase for phase in ("teacher_rl", "student_rl")}
+    for copy, run in copies.items():
+        shutil.copytree(outputs / run, outputs / copy, symlinks=True)
 
 
 def run_small(command: str, capsys) -> None:
@@ -117,16 +159,20 @@ def run_small(command: str, capsys) -> None:
         assert build_parser().parse_args(words).runs
         return
     if words[0] == "train":
-        gym = any("gym:" in word or "configs/" in word for word in words)
+        gym = any(word.startswith("env.name=") or "configs/" in word for word in words)
         words += [] if "--dry-run" in words else ["--dry-run"]
         tiny = TINY[:-1] if gym else TINY
         grpo = {"ppo.mini_batch_size=32": "grpo.mini_batch_size=32", "ppo.ppo_epochs=1": "grpo.epochs=1"}
         words += [grpo.get(word, word) for word in tiny] if "algorithm=grpo" in words else tiny
+        if "configs/quickstart.yaml" in words:  # as the teacher of `trained`
+            words.append("world_model.tokenizer_steps=1")
         if "--gpus" in words:  # launched processes are tested in test_distributed.py
             at = words.index("--gpus")
             del words[at : at + 2]
     # what a run of the usual length leaves; `trained` is shorter
     words = [re.sub(r"/checkpoint-[25]0$", "/checkpoint-1", word) for word in words]
+    if words[:2] == ["check", "vla"]:
+        words += TINY
     if words[0] in ("eval", "compare"):
         words += ["--episodes", "6"] + (
             [] if {*words} & {"--world-model", "--exploration"} else ["evaluation.baseline=false"]
@@ -288,3 +334,62 @@ def test_the_policy_of_the_docs_passes_the_check_and_trains(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check", "docs_models:Linear", *TINY, "rollout.action_steps=3", "--rollout.n_envs", "4"]) == 0
     assert "ok    act and evaluate" in capsys.readouterr().out
+
+
+# a change to a file of docs/tutorials/own_env.md or own_vla.md -> words of the error that the page explains
+MISTAKES = [
+    ("planar_reach.py", "(8,)", "(6,)", "has shape (8,)"),
+    ("planar_reach.py", "super().reset(seed=seed)", "self.np_random = np.random.default_rng()", "the same seed"),
+    ("planar_reach.py", "reached, False,", "False, False,", "rollout.max_episode_steps"),
+    ("planar_reach.py", "- self.hand())", "* np.nan)", "NaN"),
+    ("planar_reach.py", "reward, reached,", "[reward, 0], reached,", "expected a number"),
+    ("planar_reach.py", "spaces.Box(-0.2, 0.2, (2,), np.float32)", "spaces.MultiDiscrete([3, 3])", "MultiDiscrete"),
+    ("planar_batch.py", ".astype(np.float32)}", "}", "torch.float64, expected torch.float32"),
+    ("planar_batch.py", '["state"][ended]}', '["state"]}', "Step.final"),
+    ("planar_batch.py", "config: PlanarBatchConfig", "config", "annotated"),
+    ("tiny_vla.py", "def evaluate_actions(", "def score(", "evaluate_actions"),
+    ("tiny_vla.py", "self.features(observations))\n", "self.features(observations))[:, :3]\n", "a decision takes 7"),
+    ("tiny_vla.py", "log_prob(actions).sum(-1), dist", "log_prob(actions), dist", "log_prob has shape"),
+    ("tiny_vla.py", "def sample(", "def draw(", "the same action"),
+    ("tiny_vla.py", "return actions, distribution", "return actions, Normal(0.0, 2.0)", "parity"),
+]
+
+
+@pytest.mark.parametrize("file, right, wrong, words", MISTAKES)
+def test_the_mistakes_that_the_tutorials_explain(file, right, wrong, words, tmp_path, monkeypatch, capsys):
+    """Each changed line of a tutorial's file makes `sparring check` say what its page says."""
+    page = ROOT / "docs/tutorials" / ("own_vla.md" if file == "tiny_vla.py" else "own_env.md")
+    text = saved_files(page)[file]
+    assert right in text
+    module = f"{Path(file).stem}_{MISTAKES.index((file, right, wrong, words))}"
+    (tmp_path / f"{module}.py").write_text(text.replace(right, wrong))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    classes = {"planar_reach.py": "PlanarReach", "planar_batch.py": "PlanarBatch", "tiny_vla.py": "TinyVLA"}
+    name = f"{module}:{classes[file]}"
+    limit = [] if "max_episode_steps" in words else ["rollout.max_episode_steps=50", "rollout.action_steps=2"]
+    vla = ["env.cameras=[head,wrist]", "env.object_state=hidden", *TINY, "rollout.n_envs=4"]
+    checked = ["vla", f"policy.model_class={name}", *vla] if file == "tiny_vla.py" else [name, *limit]
+    assert main(["check", *checked]) != 0
+    shown = capsys.readouterr()
+    assert words in shown.out + shown.err
+
+
+def test_the_two_versions_of_the_tutorials_env_are_the_same(tmp_path, monkeypatch):
+    """The gymnasium env and the Backend, with chunks of 3: the same numbers from the same seeds and actions."""
+    for name, text in saved_files(ROOT / "docs/tutorials/own_env.md").items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("planar_reach:PlanarReach", "planar_batch:PlanarBatch")
+    envs = [make_env(load_config({"env": {"name": name}}).env, 8, 50) for name in names]
+    now = [env.reset(seed=3) for env in envs]
+    generator, ended = torch.Generator().manual_seed(0), 0
+    for _ in range(60):
+        action = 2 * torch.rand(8, 3, 2, generator=generator) - 1
+        now = [env.step(td.set("action", action)) for env, td in zip(envs, now, strict=True)]
+        first, second = (td.flatten_keys() for td in now)
+        assert first.keys() == second.keys()
+        assert all((first[key] == second[key]).all() for key in dict(first))
+        ended += int(first["next.truncated"].sum()) + 1000 * int(first["next.success"].sum())
+    # 180 steps of 8 robots: most episodes run out of time, some reach the target
+    assert ended >= 1020

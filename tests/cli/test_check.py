@@ -288,3 +288,15 @@ def test_a_broken_torchvision_is_told(tmp_path, monkeypatch):
         False,
         "installed but broken (RuntimeError: operator torchvision::nms does not exist); pip uninstall torchvision",
     )
+
+
+@pytest.mark.parametrize("module", ["torchvision", "torch"])
+def test_probes_import_nothing_from_the_working_directory(tmp_path, monkeypatch, module):
+    from sparring.evaluation import check
+
+    (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    # as if torchvision were installed
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: True)
+    name, _, _ = check._torchvision()
+    assert name == "torchvision" and not (tmp_path / "ran").exists()

@@ -256,7 +256,7 @@ def test_what_is_only_measured_may_differ(teacher, tmp_path):
 
 def test_an_explorer_is_no_teacher(teacher, tmp_path):
     assert run_of(teacher, tmp_path / "run", "training.iterations=1").run()
-    with pytest.raises(UserError, match="made by `sparring train student`; world models come of"):
+    with pytest.raises(UserError, match="made by `sparring train student`"):
         run_of(tmp_path / "run", tmp_path / "other")
 
 
@@ -265,7 +265,7 @@ def test_nor_is_a_policy_that_sees_no_camera(tmp_path, capsys):
     run = ["--output", str(tmp_path / "run"), "training.iterations=1", "device=cpu", "logging.console_level=ERROR"]
     assert main(["train", "finetune", *run, *small]) == 0
     assert main(["train", "student", "--teacher_path", str(tmp_path / "run"), "--output", str(tmp_path / "other")]) == 2
-    assert "made by `sparring train finetune`; world models come of" in capsys.readouterr().err
+    assert "made by `sparring train finetune`" in capsys.readouterr().err
 
 
 def test_a_camera_that_the_env_does_not_show(teacher, tmp_path):

@@ -85,7 +85,7 @@ def test_an_encoder_that_is_missing_or_fails_is_told_and_leaves_nothing(tmp_path
         raise RuntimeError("No ffmpeg exe could be found.")
 
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", nowhere)
-    with pytest.raises(UserError, match="no videos: No ffmpeg exe could be found"):
+    with pytest.raises(UserError, match="No ffmpeg exe could be found"):
         _write_video(tmp_path / "v.mp4", [plain(1)], 10)
 
 

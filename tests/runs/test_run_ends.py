@@ -125,7 +125,7 @@ def test_several_processes_without_a_gpu_are_warned_of(tmp_path, monkeypatch):
     monkeypatch.setattr(run.distributed, "requested", "cpu")
     run.announce()
     assert "--gpus" not in said.read_text()
-    monkeypatch.setattr(run.distributed, "asked", "auto")
+    monkeypatch.setattr(run.distributed, "requested", "auto")
     run.announce()
     assert "--gpus 4, but no GPU is visible: 4 processes share the CPU" in said.read_text()
 

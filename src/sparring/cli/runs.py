@@ -143,9 +143,9 @@ def _verify(roots: list[Path], as_json: bool) -> int:
 
     def judge(path: Path, wrong: list[str]) -> None:
         damaged[str(path)] = wrong
-        intact = "intact" if wrong or is_signed(read_manifest(path) or {}) else "intact, but not signed by you"
+        state = "intact" if wrong or is_signed(read_manifest(path) or {}) else "intact, but not signed by you"
         if not as_json:
-            print(visible(f"{path}: {'damaged: ' + '; '.join(wrong) if wrong else intact}"))
+            print(visible(f"{path}: {'damaged: ' + '; '.join(wrong) if wrong else state}"))
 
     for root in roots:
         if not root.is_dir():

@@ -69,8 +69,8 @@ def _share_one_heap() -> None:
     """Make all threads share one malloc arena, if the C library is glibc and MALLOC_ARENA_MAX is not set.
 
     By default each thread gets its own arena. Threads that draw videos and save checkpoints come and go, and memory
-    that one of them freed is not used by the arena of the next: in benchmarks/soak.py that takes 24 MB more than one
-    arena, in steps of up to 25 MB. The number of updates per second is the same.
+    that one of them freed is not used by the arena of the next: in benchmarks/chaos_soak.py that takes 24 MB more than
+    one arena, in steps of up to 25 MB. The number of updates per second is the same.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option and "MALLOC_ARENA_MAX" not in os.environ:

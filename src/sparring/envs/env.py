@@ -113,6 +113,10 @@ class Env:
         """The root observation itself if no episode ended, else a copy with the true last observations."""
         if not len(ended):
             return observation
+        for name, value in final.items():
+            if len(value) != len(ended):
+                given = f"Step.final[{name!r}] has {len(value)} rows, but {len(ended)} episodes ended"
+                raise UserError(f"{given}; give one row for each robot in Step.ended, in that order")
         observation = observation.clone()
         observation[self._tensor(ended)] = self._observation(final, len(ended))
         return observation

@@ -77,9 +77,9 @@ def _torchvision() -> Finding:
     """Checks the import of torchvision: with a CPU build of torch it fails, and so do all transformers models."""
     if importlib.util.find_spec("torchvision") is None:
         return "torchvision", True, "not installed, which is right for a CPU build of torch"
-    # in a separate process: a failed import could damage this one
+    # in a separate process, because a failed import could damage this one; -P: without the working directory
     try:
-        command = [sys.executable, "-c", "import torchvision"]
+        command = [sys.executable, "-P", "-c", "import torchvision"]
         attempt = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
         return "torchvision", False, f"its import did not end in {_IMPORT_S:g} seconds; pip uninstall torchvision"

@@ -26,9 +26,9 @@ class BoundedServer(HTTPServer):
     connections = 32
     request_s = 15.0  # limit from the connection, or the last answer, to the end of a request's head
     answer_s = 120.0  # limit for a whole answer
-    slow_s = 1.0  # an answer that takes longer may be closed to make room
+    slow_s = 0.3  # an answer that takes longer may be closed to make room
     allow_reuse_port = False  # a second server must not share the port of the first
-    request_queue_size = 128
+    request_queue_size = 1024  # a full queue makes clients wait for a second or more before they try again
 
     def __init__(self, port: int, handler: type["BoundedHandler"]):
         self._open: dict[socket, tuple[bool, float]] = {}  # (waits for a request, since when); oldest first

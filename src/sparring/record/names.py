@@ -42,13 +42,13 @@ NAMES = {
     "return_std": ("train/return_std", "Standard deviation of these returns; PPO only."),
     "groups_dropped": (
         "train/groups_dropped",
-        "Number of GRPO groups that were dropped because all episodes had the same reward.",
+        "Number of dropped GRPO groups, in which all episodes have the same reward.",
     ),
     "parity": ("train/parity", "Parity gate: largest drift between acting and scoring, in standard deviations."),
     "parity_ratio": ("train/parity_ratio", "Parity gate: largest distance of an importance ratio from 1."),
     "parity_skipped": (
         "train/parity_skipped",
-        "Share of the decisions that the parity gate did not check because they were stale.",
+        "Share of decisions that the parity gate did not check because of staleness.",
     ),
     "ess": ("train/ess", "Effective sample size, as a share of the decisions; 1: all data is on-policy."),
     "weight_mean": ("train/weight_mean", "Mean off-policy weight of stale decisions, before any cap."),
@@ -147,7 +147,7 @@ EVALUATIONS = {
     "eval/cross_entropy": "World model: cross-entropy of the true tokens, in nats per token.",
     "eval/<camera>/psnr": "World model: PSNR of its predictions, in dB; `psnr_copy`: PSNR of copying the last frame.",
     "eval/<camera>/ssim": "World model: structural similarity of its predictions.",
-    "eval/<camera>/skill": "World model: 0 if it is no better than copying the last frame, 1 if it is as good as its tokenizer allows. "
+    "eval/<camera>/skill": "World model: 0: equal to copying the last frame; 1: as good as its tokenizer allows. "
     "Absent if the tokenizer itself is no better than copying.",
     "eval/<camera>/changed_mse_ratio": "World model: squared error on changed pixels, relative to copying.",
     "eval/contact": "Explorer: share of the decisions in which the robot touches an object.",

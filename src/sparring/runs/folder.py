@@ -268,7 +268,7 @@ class Status:
         self._since = None
 
     def fail(self, progress: Progress, fraction: float, error: BaseException) -> None:
-        """Ended by an exception: its first line, without the last output of a process, which follows that line."""
+        """Write the end by an exception: the first line of its message, without the output of a process below it."""
         line = next(iter(str(error).splitlines()), "").removesuffix("; its last output:")
         why = line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".removesuffix(": ")
         self.end(progress, fraction, "interrupted" if isinstance(error, KeyboardInterrupt) else "crashed", why)

@@ -43,6 +43,8 @@ class ActorProcess:
         self.deadlines = StageDeadlines(self._table.arrays["deadlines",], WATCHED, rollout.watchdog_s)
         self.deadlines.enter(0, "make", MAKING_S)
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        # one heap for all threads, as in the learner (cli/train.py): video threads make memory grow otherwise
+        environment.setdefault("MALLOC_ARENA_MAX", "1")
         self.child = Child("sparring.collect.remote.actor", "actor process", environment)
         # also runs when this object is collected as garbage, and when the interpreter ends
         self._finalizer = weakref.finalize(self, self.child.end, CLOSE_S)

@@ -103,7 +103,7 @@ class MujocoRenderer:
 def windowless_gl() -> str:
     """The module of mujoco that can create a GL context. Tried in another process: a failed import has side effects."""
     for name in _WINDOWLESS:
-        probe = [sys.executable, "-c", _PROBE.format(name=name)]
+        probe = [sys.executable, "-P", "-c", _PROBE.format(name=name)]
         try:
             if subprocess.run(probe, capture_output=True, timeout=60).returncode == 0:
                 return name
