@@ -28,7 +28,7 @@ from forks import fork  # noqa: E402
 HANG_S = 60
 BAD = ("silent", "traceback", "hang", "died")
 _WORDS = "warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone"
-WARNS = re.compile(f"{_WORDS}|as (it was|they were) written|checksum|ignored|bytes, expected|not a regular", re.I)
+WARNS = re.compile(f"{_WORDS}|altered|checksum|ignored|bytes, expected|not a regular", re.I)
 # of rows of metrics and of what is printed
 TIMED = re.compile(r"perf/|timestamp|second|time|crc")
 CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?|-{3,}")

@@ -41,11 +41,11 @@ def test_what_is_random_is_a_config_or_refused(tmp_path, seed):
     ("word", "said"),
     [
         ("ppo.gamma=&a [*a]", "the alias *a contains itself"),
-        ("ppo.gamma=" + "[" * 500 + "]" * 500, "values lie more than 40 deep"),
+        ("ppo.gamma=" + "[" * 500 + "]" * 500, "values are nested more than 40 deep"),
         ("ppo.gamma=!!timestamp 2001", "the tag !!timestamp is not supported; write the value without it"),
         ("ppo.gamma=!!bool x", "the tag !!bool is not supported"),
         ("seed=!!int ''", "the tag !!int is not supported"),
-        ("ppo.gamma=[" + "1," * 6000 + "]", "there are more than 5,000 values, counting what aliases stand for"),
+        ("ppo.gamma=[" + "1," * 6000 + "]", "there are more than 5,000 values, including those of aliases"),
         ("seed=" + "9" * 5000, "Exceeds the limit"),
         ("env.cameras=[" + "1," * 2000 + "]", "has 2,000 entries; expected at most 1,000: checking more would take"),
         ("output=" + "a" * 20_000, "has 20,000 characters; expected at most 10,000: no path or name is that long"),
@@ -84,7 +84,7 @@ def test_an_alias_counts_as_all_that_it_stands_for(tmp_path):
     [
         ("? [a, b]\n: 1\n", "line 1: a key must be text"),
         ("a: 1\n" * 60_000, "cannot be read (larger than the limit of 0.2 MB)"),
-        ("{" * 100_000, "values lie more than 40 deep"),
+        ("{" * 100_000, "values are nested more than 40 deep"),
     ],
 )
 def test_a_file_beyond_bounds_says_why(tmp_path, text, said):

@@ -205,7 +205,7 @@ def test_a_config_file_in_somebody_elses_run_is_trusted_with_a_warning(hostile, 
     words = ["config", "finetune", "--config", str(folder / "config.yaml")]
     main(words)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--config ")]
-    assert f"lies in '{folder}', which you did not sign: it is trusted like a Makefile, and imports env.name=" in line
+    assert f"is in '{folder}', which you did not sign: it is trusted like a Makefile, and imports env.name=" in line
     # one's own, and one that lies in no run
     manifest.sign(folder, "config.yaml")
     main(words)

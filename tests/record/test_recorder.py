@@ -74,8 +74,8 @@ def test_rows_that_are_lost_or_altered_are_told_on_going_back(tmp_path):
     told = recorder.load_state_dict(state, 3)
     names = ["episode_metrics.jsonl", "episode_metrics.jsonl", "timeline.jsonl", "evaluations.jsonl"]
     assert [line.split("'")[1] for line in told] == [str(tmp_path / name) for name in names]
-    assert "rows after update 2 are lost (1 of 3)" in told[0] and "row 1 is not as it was written" in told[1]
-    assert "rows after the beginning are lost (3 of 3)" in told[2] and "row 1 is not as it was written" in told[3]
+    assert "rows after update 2 are lost (1 of 3)" in told[0] and "row 1 is altered" in told[1]
+    assert "rows after the beginning are lost (3 of 3)" in told[2] and "row 1 is altered" in told[3]
     assert [row["update"] for row in recorder.evaluations()] == [2, 3]
     recorder.write(Progress(updates=4), {})
     assert [json.loads(line)["update"] for line in file.read_text().splitlines()] == [1, 2, 4]

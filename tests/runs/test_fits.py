@@ -168,7 +168,7 @@ def test_lost_and_altered_rows_are_told_and_no_row_is_torn(copied, monkeypatch):
     assert Run(further(copied)).run()
     assert told == [
         f"'{file}': rows after update 2 are lost (1 of 3)",
-        f"'{file}': row 1 is not as it was written",
+        f"'{file}': row 1 is altered",
     ]
     assert [json.loads(line)["update"] for line in file.read_text().splitlines()] == [7, 2, 4]
 

@@ -74,7 +74,7 @@ def _exit_code(argv: list[str]) -> int:
     except UserError as error:
         from sparring.processes.heartbeat import is_first_report
 
-        # whatever could not be written
+        # a full disk ends with 1, whichever file could not be written
         is_full = getattr(error.__context__, "errno", None) in _FULL
         if is_first_report(str(error)):
             print(f"sparring: {visible(error)}{f'; {_ADVICE[errno.ENOSPC]}' if is_full else ''}", file=sys.stderr)

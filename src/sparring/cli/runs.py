@@ -141,7 +141,7 @@ def _verify(roots: list[Path], as_json: bool) -> int:
 
     damaged: dict[str, list[str]] = {}
 
-    def judge(path: Path, wrong: list[str]) -> None:
+    def report(path: Path, wrong: list[str]) -> None:
         damaged[str(path)] = wrong
         state = "intact" if wrong or is_signed(read_manifest(path) or {}) else "intact, but not signed by you"
         if not as_json:
@@ -150,14 +150,14 @@ def _verify(roots: list[Path], as_json: bool) -> int:
     for root in roots:
         if not root.is_dir():
             raise UserError(f"'{root}' is not a folder; give run folders, or folders that contain some")
-        alone = [root] if weights_file(root) else []
-        runs = [] if alone else list(run_folders(root))
-        found = alone + [path for run in runs for path in checkpoints(run)]
+        single = [root] if weights_file(root) else []
+        runs = [] if single else list(run_folders(root))
+        found = single + [path for run in runs for path in checkpoints(run)]
         for run in runs:
             if changed := altered(run, "config.yaml"):
-                judge(run, changed)
+                report(run, changed)
         for path in found:
-            judge(path, damage_of(path))
+            report(path, damage_of(path))
         if not found and not as_json:
             print(f"{root}: no checkpoints")
     if as_json:

@@ -21,9 +21,9 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
         raise UserError(f"config file '{file}' is empty; expected the settings to import")
     # model_class is not imported here: no model is built
     refuse_code(None, str(file), [setting for setting in given if not setting.key.endswith("model_class")])
-    asked = phase or next((setting.value for setting in reversed(given) if setting.key == "phase"), None)
+    requested = phase or next((setting.value for setting in reversed(given) if setting.key == "phase"), None)
     names_a_phase = any(setting.key.partition(".")[0] in CHAIN for setting in given)
-    phase = asked or ("all" if names_a_phase else "finetune")
+    phase = requested or ("all" if names_a_phase else "finetune")
     phase = ALIASES.get(str(phase), phase)
     if phase not in (*PHASES, "all"):
         raise UserError(f"phase = {value_text(phase)}: {unknown_phase(phase, 'all')}")
@@ -38,7 +38,7 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     unmet = {each: _unmet(kept, each) for each in phases}
     comments += _reasons(unmet)
     settings = _merged({each: _placed(kept, unmet[each], each) for each in phases})
-    if asked and phase != "all":
+    if requested and phase != "all":
         settings = {"phase": Setting("phase", phase, "command line")} | settings
 
     names = {key: s.written for key, s in settings.items() if s.written and s.written != key}

@@ -39,8 +39,8 @@ _FILE_BYTES, _NODES, _DEPTH = 200_000, 5000, 40
 _CORE = "tag:yaml.org,2002:"
 
 
-class _NotReadError(yaml.MarkedYAMLError):
-    """YAML that is valid, and not read here."""
+class _UnsupportedYamlError(yaml.MarkedYAMLError):
+    """Valid YAML that is not supported here."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -73,11 +73,11 @@ class _Loader(yaml.SafeLoader):
         self._values += values or 0
         problem = None if values else f"the alias *{event.anchor} contains itself"
         if self._depth > _DEPTH:
-            problem = f"values lie more than {_DEPTH} deep"
+            problem = f"values are nested more than {_DEPTH} deep"
         elif self._values > _NODES:
-            problem = f"there are more than {_NODES:,} values, counting what aliases stand for"
+            problem = f"there are more than {_NODES:,} values, including those of aliases"
         if problem:
-            raise _NotReadError(problem=problem, problem_mark=event.start_mark)
+            raise _UnsupportedYamlError(problem=problem, problem_mark=event.start_mark)
 
     @staticmethod
     def _check_tag(node: yaml.Node) -> None:
@@ -88,7 +88,7 @@ class _Loader(yaml.SafeLoader):
         patterns = [_SCALARS[name][0] for name in read_as if name in _SCALARS]
         if not (isinstance(node, yaml.ScalarNode) and any(re.fullmatch(pattern, node.value) for pattern in patterns)):
             why = f"the tag {node.tag.replace(_CORE, '!!')} is not supported; write the value without it"
-            raise _NotReadError(problem=why, problem_mark=node.start_mark)
+            raise _UnsupportedYamlError(problem=why, problem_mark=node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -222,10 +222,10 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
 def _leaves(loader: _Loader, node: yaml.MappingNode, prefix: str, filename: str) -> Iterator[Setting]:
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise _NotReadError(problem="a key must be text", problem_mark=key_node.start_mark)
+            raise _UnsupportedYamlError(problem="a key must be text", problem_mark=key_node.start_mark)
         if key_node.value == "<<":
             why = "merge keys (<<) are not supported; write the keys out, an alias stands for one value"
-            raise _NotReadError(problem=why, problem_mark=key_node.start_mark)
+            raise _UnsupportedYamlError(problem=why, problem_mark=key_node.start_mark)
         key = f"{prefix}{key_node.value}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(loader, value_node, f"{key}.", filename)
@@ -243,7 +243,7 @@ def _looks_like_a_key(word: str) -> bool:
 
 def _problem(error: Exception, kind: str) -> str:
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return problem if isinstance(error, _NotReadError) else f"{kind} ({problem})"
+    return problem if isinstance(error, _UnsupportedYamlError) else f"{kind} ({problem})"
 
 
 def _yaml_lines(values: dict, comments: dict[str, str], prefix: str, indent: str = "") -> Iterator[str]:

@@ -58,28 +58,28 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
     file = name if folder is None else str(folder / name)
     if not _GIVEN.get():
         why = f"names code to import, and you did not sign it, or it was changed since: {', '.join(found)}"
-        mend = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
-        raise TrustError(f"'{file}' {why}. Nothing was imported; {mend}")
+        advice = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
+        raise TrustError(f"'{file}' {why}. Nothing was imported; {advice}")
     if folder is not None and name == "config.yaml":  # the whole file is signed, also settings that are not used now
         found = _code_in(read_settings(folder / name))
     signed = folder is not None and _sign(folder, name, settings[0].sha256)
     if "RANK" not in os.environ:
         how = f"signed '{folder}'" if signed else "for this command only"
-        _say_once(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"))
+        _print_once(visible(f"trusted {file}, which imports {', '.join(found)}: {how}"))
 
 
 def warn_of_code(file: Path, settings: Iterable[Setting]) -> None:
-    """The file of --config is trusted like a Makefile; it may lie in somebody else's run."""
+    """Print a warning if the file of --config names code and is in a run that this user did not sign."""
     found, folder = _code_in(settings), file.parent
     if not found or "RANK" in os.environ or not any((folder / name).exists() for name in (MANIFEST, "status.json")):
         return
     if not is_signed(read_manifest(folder) or {}):
         why = f"'{folder}', which you did not sign: it is trusted like a Makefile, and imports {', '.join(found)}"
-        _say_once(visible(f"--config {file} lies in {why}"))
+        _print_once(visible(f"--config {file} is in {why}"))
 
 
 @cache
-def _say_once(line: str) -> None:
+def _print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 

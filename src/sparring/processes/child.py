@@ -227,12 +227,12 @@ def connect_to_parent(leave: Callable[[], None]) -> MessagePipe:
 
 
 def error_report(error: BaseException) -> tuple[str, str | None]:
-    """What happened, and the traceback; None where it says nothing more, as of a mistake that a person can mend."""
-    mendable = isinstance(error, UserError) or not isinstance(error, Exception)
+    """What happened, and the traceback; None if the traceback adds nothing, as for errors that the user can fix."""
+    is_clear = isinstance(error, UserError) or not isinstance(error, Exception)
     what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")
     if not isinstance(error, Exception):
         what = f"called sys.exit({error.code})" if isinstance(error, SystemExit) else f"raised {what}"
-    return " ".join([what, *getattr(error, "__notes__", ())]), None if mendable else traceback.format_exc()
+    return " ".join([what, *getattr(error, "__notes__", ())]), None if is_clear else traceback.format_exc()
 
 
 def describe_env_failure(error: Exception) -> str | None:
@@ -240,13 +240,13 @@ def describe_env_failure(error: Exception) -> str | None:
     stage = getattr(error, "failed_at", None)
     if stage is None:
         return None
-    said, _ = error_report(error)
+    message, _ = error_report(error)
     # for an env in a worker, its traceback is part of the message
     frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
     own = next((n for n, frame in enumerate(reversed(frames)) if Path(frame.filename).is_relative_to(ours)), 0)
     lines = traceback.format_list(frames[len(frames) - own :])
     return "".join(
-        [f"{DOING[stage]} failed: {said}", *(["\n\nTraceback of the env:\n", *lines] if own else [])]
+        [f"{DOING[stage]} failed: {message}", *(["\n\nTraceback of the env:\n", *lines] if own else [])]
     ).rstrip()
 
 

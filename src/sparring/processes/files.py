@@ -84,7 +84,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = False) -> None:
             opened.write(content.encode() if isinstance(content, str) else content)
         if sync:
             flush(partial)
-    except OSError as error:  # the disk is full
+    except OSError as error:  # e.g. a full disk
         partial.unlink(missing_ok=True)
         error.filename = str(path)
         raise

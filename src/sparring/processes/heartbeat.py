@@ -71,7 +71,7 @@ _WATCH_S, _AFTER_S, _END_S = 0.2, 0.5, 3.0
 
 
 def overdue(stage: str, group: int, watchdog_s: float) -> str:
-    """The sentence about a stage whose deadline has passed."""
+    """A sentence about a stage whose deadline has passed."""
     setting = f"rollout.watchdog_s={watchdog_s:g}, the first time {FIRST_TIME} times as long; "
     limit, setting = (MAKING_S, "") if stage == "make" else (watchdog_s, setting)
     return f"{DOING[stage]} has not finished within {limit:g} seconds ({setting}group {group})"
@@ -217,7 +217,7 @@ class OwnStages:
         # after a request to stop: the time at which stages of _INTERRUPTED are interrupted
         self.stop_at = math.inf
         # returns a function to call with the error that ends the process, or None
-        self.last_words: Callable[[], Callable[[StageFailed], None] | None] = lambda: None
+        self.on_end: Callable[[], Callable[[StageFailed], None] | None] = lambda: None
         self._thread: threading.Thread | None = None
         # nothing counts as late before this time
         self._late_from = 0.0
@@ -288,8 +288,8 @@ class OwnStages:
     def _end_process(self) -> None:
         why = self._late() or ""
         error = StageFailed(f"{why}, and cannot be interrupted: this process ends")
-        if (tell := self.last_words()) is not None:
-            tell(error)
+        if (report := self.on_end()) is not None:
+            report(error)
         self.end_reported()
         print(f"sparring: {visible(error)}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)

@@ -233,7 +233,7 @@ def explain_oom(doing: str, policy: "nn.Module | None" = None, rows: int = 0, se
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # of an env it is the env's, whose memory nobody here knows
+        # errors of an env are excluded: settings of the policy do not change its memory
         message = None if hasattr(error, "failed_at") else oom_message(error)
         if message is None:
             raise

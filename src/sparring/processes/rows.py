@@ -29,23 +29,23 @@ class RowCheck:
     """Checks the lines of a file in order: which rows are intact and in order, and which are missing."""
 
     def __init__(self) -> None:
-        self.last = 0  # number of the last good row
-        self.left_out = 0  # lines that are not good
-        # rows that are not as they were written; rows that are not there; lines that are none of these
+        self.last = 0  # number of the last intact row
+        self.skipped = 0  # number of other lines
+        # altered rows, missing rows, and lines that are neither
         self._altered: list[str] = []
         self._missing: list[str] = []
         self._out_of_place: list[str] = []
-        self._since = 0  # lines after the last good row that are no rows
+        self._since = 0  # lines after the last intact row that are not rows
 
     def is_intact(self, line: bytes) -> bool:
         """Check the next line. False if it is altered, or a row that was repeated or moved."""
         number = self.number(line)
         if number is None or number <= self.last:
-            self.left_out += 1
+            self.skipped += 1
             self._since += number is None
             self._out_of_place += [f"row {number} again"] if number else []
             return False
-        # altered lines in between are what is left of rows that were there
+        # lines in between that are not rows are altered rows, as far as row numbers are missing
         altered = min(self._since, number - self.last - 1)
         self._altered += map(str, range(self.last + 1, self.last + 1 + altered))
         self._out_of_place += [f"a line after row {self.last}"] * (self._since - altered)
@@ -61,19 +61,15 @@ class RowCheck:
 
     @property
     def missing(self) -> list[str]:
-        """A clause, where rows in between are."""
+        """A clause about missing rows in between; empty if there are none."""
         return [f"rows missing: {_some(self._missing)}"] if self._missing else []
 
     @property
     def damage(self) -> list[str]:
-        """A clause for each kind."""
+        """One clause per kind of damage."""
         altered = [*self._altered, *map(str, range(self.last + 1, self.last + 1 + self._since))]
-        verb = (
-            f"row {_some(altered)} is not as it was"
-            if len(altered) == 1
-            else f"rows {_some(altered)} are not as they were"
-        )
-        found = [f"{verb} written"] if altered else []
+        text = f"row {_some(altered)} is altered" if len(altered) == 1 else f"rows {_some(altered)} are altered"
+        found = [text] if altered else []
         return found + self.missing + ([f"out of place: {_some(self._out_of_place)}"] if self._out_of_place else [])
 
     @staticmethod
@@ -111,7 +107,7 @@ class RowFile:
                 file.seek(max(end - 1, 0))
                 torn = b"" if file.read(1) in (b"", b"\n") else b"\n"
                 file.write(torn + "".join(lines).encode())
-        except OSError as error:  # writing itself names no file
+        except OSError as error:  # an error of writing does not name the file
             error.filename = str(self.path)
             raise
 

@@ -55,7 +55,7 @@ class Tail:
         """The damage found in the file, a clause each. `count`: the number of rows that were written, at least."""
         if self._problem:
             return [f"{self.path.name} cannot be read ({self._problem})"]
-        left_out = self._rows.left_out + self._unreadable
+        left_out = self._rows.skipped + self._unreadable
         found = [f"lines that could not be read, and are left out: {left_out}"] if left_out else []
         lost = self._rows.count_lost(count)
         found += [*self._rows.missing, *([f"the last {lost} of {count} rows are missing"] if lost else [])]

@@ -81,7 +81,7 @@ class Run:
         self.distributed.barrier()
         resumed = checkpoint is not None and run_folder.holds(checkpoint)
         self.status = Status.of(config, self.folder, self.phase, self.distributed.device, resumed)
-        self.stages.last_words = weakref.WeakMethod(self._fail)
+        self.stages.on_end = weakref.WeakMethod(self._fail)
         with folder_lock(self.folder):
             if self.folder:
                 run_folder.open()
