@@ -98,7 +98,7 @@ def measure_parity(acted: TensorDict, scored: TensorDict, averaged: bool = False
 
 # decisions scored in one forward pass without gradients, unless micro_batch_size limits it
 _SCORED_AT_ONCE = 4096
-# decisions per rollout that an asynchronous collector checks, after a first whole rollout: the robots wait meanwhile
+# decisions per rollout that an asynchronous collector checks, after a first whole rollout: the robots wait for it
 _REPLAYED = 64
 
 

@@ -17,8 +17,8 @@ class BatchBuilder:
     From a source with `sample(batch_size, generator)` it draws batch k with a generator that depends on (seed, k) only,
     without end. The items of any other iterable are the batches; if the iterable has a `state_dict`, its state after
     the last returned batch is saved. A resumed builder returns the same batches if the source has the same content; a
-    source that grows meanwhile is read up to `prefetch` batches early. After an error, `sample` is tried again for the
-    same batch; an iterable has ended, and its error is raised again.
+    source that grows during training is read up to `prefetch` batches early. After an error, `sample` is tried again
+    for the same batch; an iterable has ended, and its error is raised again.
     """
 
     def __init__(

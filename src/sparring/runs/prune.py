@@ -77,7 +77,7 @@ class Pruning:
         return sum(self.removed.values())
 
     def carry_out(self) -> None:
-        """Delete as planned. The lock of the run is held, so that no training can start there meanwhile."""
+        """Delete as planned. The lock of the run is held, so that no training can start in it."""
         with folder_lock(self.run):
             for path in self.removed:
                 # renamed first: an interrupted deletion must not look like a checkpoint
