@@ -37,6 +37,7 @@ BAD = ("silent", "neither", "damaged", "traceback", "hang", "died", "no way on",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th trial from I")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
@@ -45,7 +46,7 @@ def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
     if library is None:
         print("no C compiler (gcc), or no Linux: nothing is measured")
         return
-    words = [sys.executable, __file__, name, str(work), str(args.seed), *args.kinds]
+    words = [sys.executable, __file__, name, str(work), str(args.seed), *map(str, args.share), *args.kinds]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"LD_PRELOAD": str(library)}
     with subprocess.Popen(words, env=environment, text=True, bufsize=1, **pipes) as process:
@@ -120,7 +121,7 @@ def _wrong(code: int | None, text: str, kind: str) -> str | None:
 
 def main() -> None:
     """One trial, a line of JSON, for each line that is read."""
-    case, work, seed, *kinds = sys.argv[1:]
+    case, work, seed, first, shares, *kinds = sys.argv[1:]
     preload()
     injected = Injected(case, Path(work))
     points = list(injected.points)
@@ -129,6 +130,7 @@ def main() -> None:
     # what makes a checkpoint comes first
     points.sort(key=lambda point: "checkpoint" not in point.path)
     planned = [(point, kind) for point in points for kind in filter(point.fits, kinds)]
+    planned = planned[int(first) :: int(shares)]
     saves = sum("checkpoint" in point.path for point in points)
     print(json.dumps({"points": len(points), "points of the checkpoint": saves, "of": len(planned)}), flush=True)
     for (point, kind), _ in zip(planned, sys.stdin, strict=False):
