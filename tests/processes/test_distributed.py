@@ -138,7 +138,12 @@ def test_without_a_launcher_a_collective_waits_for_ten_times_the_watchdogs_limit
     """Not so a barrier, where others evaluate and save."""
     script = tmp_path / "ranks.py"
     # gloo's threads may still wait for the other rank: an ordinary exit then aborts the process at times
-    lines = "import os", "from test_distributed import waits_on_this_rank as wait", f"wait({str(tmp_path)!r})", "os._exit(0)"
+    lines = (
+        "import os",
+        "from test_distributed import waits_on_this_rank as wait",
+        f"wait({str(tmp_path)!r})",
+        "os._exit(0)",
+    )
     script.write_text("\n".join(lines))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
