@@ -124,7 +124,8 @@ def main() -> None:
     case, work, seed, first, shares, *kinds = sys.argv[1:]
     preload()
     injected = Injected(case, Path(work))
-    points = list(injected.points)
+    # threads write in any order; each share must plan the same trials
+    points = sorted(injected.points)
     # if there is no time for all, any of them
     random.Random(seed).shuffle(points)
     # what makes a checkpoint comes first
