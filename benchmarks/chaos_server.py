@@ -13,6 +13,7 @@ its numbers all the while; then Ctrl-C. Bad are:
 
 import argparse
 import http.client
+import multiprocessing
 import os
 import random
 import re
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -270,27 +272,37 @@ def watched(place: Path) -> Path:
     return run
 
 
-class Client(threading.Thread):
-    """Reads the page and its numbers, again and again."""
+class Client:
+    """Reads the page and its numbers, again and again. A process of its own: attackers hold the interpreter's lock."""
 
-    def __init__(self, port: int, stop: threading.Event, limit_s: float):
-        super().__init__(daemon=True)
-        self.port, self.stop, self.limit_s = port, stop, limit_s
-        self.requests = self.tried_again = self.late = 0
-        self.worst_s = 0.0
+    def __init__(self, port: int, limit_s: float):
+        fork = multiprocessing.get_context("fork")
+        self.port, self.limit_s, self.stopped = port, limit_s, fork.Event()
+        self.results, results = fork.Pipe(duplex=False)
+        self.process = fork.Process(target=self.read_on, args=(results,), daemon=True)
+        self.process.start()
 
-    def run(self) -> None:
-        while not self.stop.is_set():
+    def read_on(self, results: Connection) -> None:
+        requests = tried_again = late = 0
+        worst_s = 0.0
+        while not self.stopped.is_set():
             began = time.monotonic()
-            while not self.served("/data.json" if self.requests % 2 else "/"):
-                self.tried_again += 1
+            while not self.served("/data.json" if requests % 2 else "/"):
+                tried_again += 1
                 if time.monotonic() - began > self.limit_s:
                     break
                 time.sleep(0.05)
             seconds = time.monotonic() - began
-            self.late += seconds > self.limit_s
-            self.requests, self.worst_s = self.requests + 1, max(self.worst_s, seconds)
-            self.stop.wait(0.05)
+            late += seconds > self.limit_s
+            requests, worst_s = requests + 1, max(worst_s, seconds)
+            self.stopped.wait(0.05)
+        results.send({"requests": requests, "tried_again": tried_again, "late": late, "worst_s": round(worst_s, 2)})
+
+    def stop(self) -> dict[str, float]:
+        self.stopped.set()
+        found = self.results.recv() if self.results.poll(4 * self.limit_s) else {"requests": 0, "late": 1}
+        self.process.kill()
+        return found
 
     def served(self, path: str) -> bool:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=2 * self.limit_s)
@@ -343,9 +355,8 @@ def watch(process: subprocess.Popen, attacks: tuple[Callable[[Attack], None], ..
     address = process.stdout.readline()
     if (found := re.search(r"http://127\.0\.0\.1:(\d+)", address)) is None:
         return {"verdict": "died"}
-    port, server, stop = int(found[1]), psutil.Process(process.pid), threading.Event()
-    client = Client(port, stop, SERVED_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
-    client.start()
+    port, server = int(found[1]), psutil.Process(process.pid)
+    client = Client(port, SERVED_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
     time.sleep(1)
     before = most = used(server)
     made = [Attack(port, seconds, seed + number) for number in range(len(attacks))]
@@ -359,14 +370,8 @@ def watch(process: subprocess.Popen, attacks: tuple[Callable[[Attack], None], ..
     calm_by = time.monotonic() + CALM_S
     while not (calm := is_calm(process, server, before)) and time.monotonic() < calm_by and process.poll() is None:
         time.sleep(0.1)
-    stop.set()
-    client.join(3 * client.limit_s)
     more = {name: round(most[name] - before[name], 1) for name in most}
-    result = {
-        "requests": client.requests,
-        "tried_again": client.tried_again,
-        "worst_s": round(client.worst_s, 2),
-    } | more
+    result = client.stop() | more
     if process.poll() is not None:
         return result | {"verdict": "died"}
     process.send_signal(signal.SIGINT)
@@ -378,7 +383,7 @@ def watch(process: subprocess.Popen, attacks: tuple[Callable[[Attack], None], ..
         return result | {"verdict": "read too much"}
     if not calm or more["threads"] > THREADS or more["files"] > FILES or more["mb"] > MB:
         return result | {"verdict": "unbounded", "calm": calm}
-    return result | {"verdict": "not served" if client.late or not client.requests else "served"}
+    return result | {"verdict": "not served" if result["late"] or not result["requests"] else "served"}
 
 
 def is_calm(process: subprocess.Popen, server: psutil.Process, before: dict[str, float]) -> bool:

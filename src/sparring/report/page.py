@@ -39,7 +39,8 @@ class Collection:
         self.version = 0
         self.runs: dict[Path, RunFolder] = {}
         self.numbers: dict[Path, int] = {}  # runs keep their number when others appear or are removed
-        self._together: dict | None = None
+        self._configs: list[tuple[Path, dict]] | None = None
+        self._together: dict = {}
         self._together_changed = 0
 
     def refresh(self) -> None:
@@ -50,10 +51,11 @@ class Collection:
         for path, run in self.runs.items():
             self.numbers.setdefault(path, len(self.numbers))
             run.refresh(self.version)
-        together = {"order": [str(self.numbers[path]) for path in self.runs], "sparring": __version__}
-        together |= RunFolder.side_by_side(list(self.runs.values())) | {"meanings": meanings()}
-        if together != self._together:
-            self._together, self._together_changed = together, self.version
+        configs = [(path, run.config) for path, run in self.runs.items()]
+        if configs != self._configs:
+            self._configs, self._together_changed = configs, self.version
+            self._together = {"order": [str(self.numbers[path]) for path in self.runs], "sparring": __version__}
+            self._together |= RunFolder.side_by_side(list(self.runs.values())) | {"meanings": meanings()}
 
     def changes(self, since: int = 0) -> bytes:
         """JSON of `runs` (number -> changed part -> content) and `together` (order, labels, settings)."""
