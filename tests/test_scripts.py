@@ -285,5 +285,5 @@ def test_the_quickstart_lifts_predicts_and_leaves_a_page(checkout):
         f"train teacher --config configs/quickstart.yaml --output {world_model}",
         f"report {lift} {world_model} --output {page}",
     ]
-    assert f"==> done: look at {page}" in result.stdout
+    assert f"==> done: open {page}" in result.stdout
     assert "  sparring train all --config configs/quickstart.yaml --output " in result.stdout
