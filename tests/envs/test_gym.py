@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
-from sparring.envs.gym import GymRobot, _ActionMap, _ObservationMap, pack, unpack
+from sparring.envs.gym import GymRobot, _ActionMap, pack, unpack
 from sparring.envs.gym_batch import SerialBackend
 
 DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
@@ -24,15 +24,6 @@ def chunks(num_envs=1, steps=1, value=0.0, dim=1):
     return np.full((num_envs, steps, dim), value, np.float32)
 
 
-def written(space, value):
-    """What an observation of this space becomes."""
-    observations = _ObservationMap(space, "test")
-    arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in observations.spec.items()}
-    observations.check(value)
-    observations.write(value, arrays, 0)
-    return {key: array[0] for key, array in arrays.items()}
-
-
 # --- spaces
 
 
@@ -45,54 +36,6 @@ def test_spec_of_known_envs():
     assert (pendulum.action_dim, pendulum.discrete_actions, pendulum.max_episode_steps) == (1, 0, 7)
     counter = backend().spec
     assert (counter.max_episode_steps, counter.control_hz) == (0, 7.0)
-
-
-def test_vectors_become_a_flat_state():
-    grid = np.arange(6.0).reshape(2, 3)
-    state = written(spaces.Box(-9, 9, (2, 3), np.float64), grid)["state"]
-    assert state.dtype == np.float32 and state.tolist() == [0, 1, 2, 3, 4, 5]
-    assert written(spaces.Box(-9, 9, (), np.float32), np.float32(4))["state"].tolist() == [4]
-    assert written(spaces.Discrete(4, start=10), np.int64(12))["state"].tolist() == [0, 0, 1, 0]
-
-
-def test_pictures_become_channels_first():
-    height_width_rgb = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    image = written(spaces.Box(0, 255, (2, 4, 3), np.uint8), height_width_rgb)["image/head"]
-    assert image.shape == (3, 2, 4) and image.dtype == np.uint8
-    # pixel (1, 2), green
-    assert image[1, 1, 2] == height_width_rgb[1, 2, 1]
-
-    gray = np.arange(30, dtype=np.uint8).reshape(1, 5, 6)
-    image = written(spaces.Box(0, 255, (1, 5, 6), np.uint8), gray)["image/head"]
-    assert image.shape == (3, 5, 6) and all((channel == gray[0]).all() for channel in image)
-
-
-def test_dict_is_split_into_pictures_and_one_state_in_the_order_of_its_keys():
-    space = spaces.Dict(z=spaces.Box(-9, 9, (2,)), a=spaces.Discrete(2), wrist=spaces.Box(0, 255, (4, 5, 3), np.uint8))
-    value = {"z": np.array([7, 8], np.float32), "a": 1, "wrist": np.full((4, 5, 3), 9, np.uint8)}
-    result = written(space, value)
-    assert set(result) == {"state", "image/wrist"}
-    assert result["state"].tolist() == [0, 1, 7, 8]
-    assert result["image/wrist"].shape == (3, 4, 5) and (result["image/wrist"] == 9).all()
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Box(0, 255, (8, 8, 4), np.uint8),
-        spaces.Box(0, 255, (8, 8), np.uint8),
-        spaces.MultiBinary(3),
-        spaces.Dict(inner=spaces.Dict(x=spaces.Discrete(2))),
-    ],
-)
-def test_other_observations_are_refused(space):
-    with pytest.raises(ValueError, match="observation space .* of test is not supported; expected a Box"):
-        _ObservationMap(space, "test")
-
-
-def test_wrong_shape_of_an_observation_is_told_not_broadcast():
-    with pytest.raises(ValueError, match=r"of test has shape \(1,\) .*observation_space .*\(4,\)"):
-        written(spaces.Box(-1, 1, (4,)), np.zeros(1, np.float32))
 
 
 # --- actions
@@ -116,8 +59,19 @@ def test_discrete_actions_are_rounded_and_checked():
     for wrong in (3.0, -1.0, np.nan):
         with pytest.raises(ValueError, match=r"of test is not an index in 0\.\.2"):
             actions.decode(np.full((1, 1, 1), wrong, np.float32))
-    with pytest.raises(ValueError, match="action space .* is not supported; expected a Box or a Discrete"):
-        _ActionMap(spaces.MultiDiscrete([2, 2]), "test")
+    with pytest.raises(ValueError, match="action space .* is not supported; expected a Box, Discrete"):
+        _ActionMap(spaces.Text(3), "test")
+
+
+def test_several_discrete_actions_are_one_index_over_their_combinations():
+    actions = _ActionMap(spaces.MultiDiscrete([2, 3], start=[0, 5]), "test")
+    assert (actions.dim, actions.discrete) == (1, 6)
+    decoded = np.array(actions.decode(np.arange(6, dtype=np.float32).reshape(1, 6, 1))[0])
+    assert decoded.tolist() == [[0, 5], [0, 6], [0, 7], [1, 5], [1, 6], [1, 7]]
+    buttons = _ActionMap(spaces.MultiBinary(3), "test")
+    assert buttons.discrete == 8 and np.array(buttons.decode(np.float32([[[5]]]))[0]).tolist() == [[1, 0, 1]]
+    with pytest.raises(ValueError, match="1000000 combinations, at most 4096"):
+        _ActionMap(spaces.MultiDiscrete([100, 100, 100]), "test")
 
 
 def test_shape_of_actions_is_checked():

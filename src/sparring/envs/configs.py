@@ -94,3 +94,8 @@ class GymConfig(Section):
     workers: int = Field(0, ge=0, description="processes of each group if vectorize=process; 0: one per core in total")
     success_return: float | None = Field(None, description="an episode is a success if its return is at least this")
     kwargs: dict = Field(default_factory=dict, description="keyword arguments for gymnasium.make")
+    roles: dict[str, str] = Field(
+        default_factory=dict,
+        description="what an observation is for: image/NAME, depth/NAME, points, state, instruction or ignore; "
+        "others are inferred",
+    )

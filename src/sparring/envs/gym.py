@@ -1,10 +1,11 @@
-"""One gymnasium env as a robot: actions in [-1, 1] or an index, observations "state" and "image/...". No torch.
+"""One gymnasium env as a robot: actions in [-1, 1] or an index, observations of the contract. No torch.
 Letters: C steps of an action chunk, A action dims, S state dims."""
 
 import contextlib
 import importlib
 import inspect
 import json
+import math
 import warnings
 from typing import Any
 
@@ -18,84 +19,14 @@ from sparring.config.text import shortened
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
+from sparring.envs.observations import ObservationMap
 from sparring.errors import UserError, describe_error
 
 _INSTALL = 'pip install "sparring[gym]" installs what gymnasium\'s own envs need'
 _SHOWN = 200  # characters of what an env returned
+_MOST_ACTIONS = 4096  # combinations of several discrete actions
 # env.name -> why MuJoCo cannot render in this process: a second attempt would end the process without an exception
 _NO_OPENGL: dict[str, str] = {}
-
-
-class _ObservationMap:
-    """Maps a gymnasium observation space to "state" float32 [S] and "image/<name>" uint8 [3, H, W]."""
-
-    def __init__(self, space: spaces.Space, env_name: str):
-        self.env_name = env_name
-        self.parts: list[tuple[str | None, spaces.Space, str, slice | None, Any]] = []
-        self.spec: dict[str, tuple[tuple[int, ...], str]] = {}
-        entries = sorted(space.spaces.items()) if isinstance(space, spaces.Dict) else [(None, space)]
-        size = 0
-        for key, entry in entries:
-            if isinstance(entry, spaces.Box) and entry.dtype == np.uint8 and len(entry.shape) == 3:
-                name = f"image/{key or 'head'}"
-                shape, convert = self._image(entry)
-                self.spec[name] = (shape, "uint8")
-                self.parts.append((key, entry, name, None, convert))
-            else:
-                length, convert = self._vector(entry)
-                where = None if key is None else slice(size, size + length)
-                self.parts.append((key, entry, "state", where, convert))
-                size += length
-        if size:
-            self.spec["state"] = ((size,), "float32")
-
-    def write(self, observation: Any, arrays: Arrays, row: int) -> None:
-        for key, _, name, where, convert in self.parts:
-            value = observation if key is None else observation[key]
-            if convert is not None:
-                value = convert(value)
-            if where is None:
-                arrays[name][row] = value
-            else:
-                arrays[name][row, where] = value
-
-    def check(self, observation: Any) -> None:
-        for key, space, *_ in self.parts:
-            try:
-                value = observation if key is None else observation[key]
-            except (LookupError, TypeError):
-                got = shortened(repr(observation), _SHOWN)
-                expected = f"expected the key {key!r}, as in its observation_space"
-                raise UserError(f"the observation of {self.env_name} is {got}; {expected}") from None
-            if np.shape(value) != space.shape:
-                label = "the observation" if key is None else f"observation[{key!r}]"
-                raise UserError(
-                    f"{label} of {self.env_name} has shape {np.shape(value)} but its observation_space has shape "
-                    f"{space.shape}; correct one of them in the env"
-                )
-
-    def _vector(self, space: spaces.Space):
-        if isinstance(space, spaces.Discrete):
-            one_hot, start = np.eye(int(space.n), dtype=np.float32), int(space.start)
-            return int(space.n), lambda value: one_hot[int(value) - start]
-        if isinstance(space, spaces.Box) and not (space.dtype == np.uint8 and len(space.shape) > 1):
-            return int(np.prod(space.shape)), None if len(space.shape) == 1 else np.ravel
-        raise self._unsupported(space)
-
-    def _image(self, space: spaces.Box):
-        # [H, W, 1 or 3] or [1 or 3, H, W] -> [3, H, W]
-        if space.shape[-1] in (1, 3):
-            return (3, *space.shape[:2]), lambda value: np.moveaxis(value, -1, 0)
-        if space.shape[0] in (1, 3):
-            return (3, *space.shape[1:]), None
-        raise self._unsupported(space)
-
-    def _unsupported(self, space: spaces.Space) -> UserError:
-        return UserError(
-            f"observation space {space} of {self.env_name} is not supported; expected a Box of numbers, a uint8 Box "
-            "[H, W, 1 or 3] or [1 or 3, H, W] (an image), a Discrete, or a flat Dict of these; wrap the env to return "
-            "one of them (gymnasium.wrappers.FlattenObservation, TransformObservation)"
-        )
 
 
 class _ActionMap:
@@ -106,6 +37,13 @@ class _ActionMap:
         self.env_name = env_name
         if isinstance(space, spaces.Discrete):
             self.dim, self.discrete = 1, int(space.n)
+        elif isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+            # one index for each combination of choices
+            self._counts = np.ravel(space.nvec) if isinstance(space, spaces.MultiDiscrete) else np.full(space.n, 2)
+            self.dim, self.discrete = 1, math.prod(map(int, np.ravel(self._counts)))
+            if self.discrete > _MOST_ACTIONS:
+                has = f"action space {space} of {env_name} has {self.discrete} combinations, at most {_MOST_ACTIONS}"
+                raise UserError(f"{has}; wrap the env to accept fewer (gymnasium.wrappers.TransformAction)")
         elif isinstance(space, spaces.Box):
             self.dim, self.discrete = int(np.prod(space.shape)), 0
             low, high = space.low.astype(np.float64), space.high.astype(np.float64)
@@ -114,8 +52,8 @@ class _ActionMap:
             self._scale, self._center = (high - low) / 2, (high + low) / 2
         else:
             raise UserError(
-                f"action space {space} of {env_name} is not supported; expected a Box or a Discrete; wrap the env to "
-                "accept one of them (gymnasium.wrappers.TransformAction)"
+                f"action space {space} of {env_name} is not supported; expected a Box, Discrete, MultiDiscrete or "
+                "MultiBinary; wrap the env to accept one of them (gymnasium.wrappers.TransformAction)"
             )
 
     def decode(self, action: np.ndarray) -> list[list[Any]]:
@@ -131,6 +69,11 @@ class _ActionMap:
         if np.count_nonzero(valid) != valid.size:
             wrong = action[~valid][0, 0]
             raise UserError(f"action {wrong} of {self.env_name} is not an index in 0..{self.discrete - 1}")
+        if not isinstance(self.space, spaces.Discrete):
+            # [B] -> [B, choices], the last choice varies fastest
+            choices = np.stack(np.unravel_index(index.astype(np.int64), tuple(self._counts)), -1)
+            choices = choices.reshape(-1, *self.space.shape).astype(self.space.dtype)
+            return choices + getattr(self.space, "start", 0)
         index = index.astype(self.space.dtype)  # `Discrete.contains` is faster for this dtype
         return index + self.space.start if self.space.start else index
 
@@ -151,7 +94,7 @@ class GymRobot:
     def __init__(self, config: GymConfig, max_episode_steps: int | None = None):
         self.env, self._limit = _make_env(config, max_episode_steps)
         self._name = config.name
-        self.observations = _ObservationMap(self.env.observation_space, config.name)
+        self.observations = ObservationMap(self.env, config.name, config.roles)
         self.actions = _ActionMap(self.env.action_space, config.name)
         self.spec = EnvSpec(
             observation=self.observations.spec,
@@ -175,15 +118,16 @@ class GymRobot:
         self._success_return = config.success_return
         self.reports_success = config.success_return is not None  # or as soon as an info contains it
         self._observation: Any = None  # the latest observation of the env; None before the first reset
+        self._info: dict = {}  # of the latest reset
         self._return, self._elapsed = 0.0, 0
 
     def reset(self, seed: int) -> None:
         result = self.env.reset(seed=seed)
         try:
-            self._observation, _ = result
+            self._observation, self._info = result
         except (TypeError, ValueError):
             raise self._unlike("reset", result, "a pair (observation, info)") from None
-        self.observations.check(self._observation)
+        self.observations.check(self._observation, self._info)
         self._return, self._elapsed = 0.0, 0
 
     def step(self, actions: list[Any], rewards: np.ndarray) -> tuple[int, bool, bool, bool]:
@@ -218,9 +162,9 @@ class GymRobot:
 
     def write(self, arrays: Arrays, row: int) -> None:
         try:
-            self.observations.write(self._observation, arrays, row)
+            self.observations.write(self._observation, self._info, arrays, row)
         except (TypeError, ValueError, LookupError):
-            self.observations.check(self._observation)
+            self.observations.check(self._observation, self._info)
             raise
 
     def _unlike(self, method: str, result: Any, expected: str) -> UserError:
@@ -248,7 +192,9 @@ class GymRobot:
         if (inner := self._inner_state()) is None:
             return None
         generator = self.env.np_random.bit_generator.state
-        return pack({"inner": inner, "np_random": generator, "elapsed": self._elapsed, "return": float(self._return)})
+        counts = {"elapsed": self._elapsed, "return": float(self._return)}
+        texts = {key: self._info[key] for key in self.observations.info_keys}
+        return pack({"inner": inner, "np_random": generator, "info": texts, **counts})
 
     def set_state(self, state: Arrays) -> None:
         saved, env = unpack(state), self.env
@@ -259,7 +205,7 @@ class GymRobot:
             for name, value in saved["inner"].items():
                 setattr(env, name, value)
         env.np_random.bit_generator.state = saved["np_random"]
-        self._return, self._elapsed = saved["return"], saved["elapsed"]
+        self._return, self._elapsed, self._info = saved["return"], saved["elapsed"], saved["info"]
 
     def close(self) -> None:
         self.env.close()

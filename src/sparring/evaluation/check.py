@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from sparring.collect.collector import Collector
 from sparring.config.resolve import resolve
 from sparring.config.schema import SCHEMA, Config, load_config
-from sparring.config.text import Setting, parse_overrides, value_text
+from sparring.config.text import Setting, parse_overrides, shortened, value_text
 from sparring.data.video import find_ffmpeg
 from sparring.envs.backend import drawn
 from sparring.envs.configs import GymConfig
@@ -149,7 +149,7 @@ def _env_findings(config: Config) -> Iterator[Finding]:
         kind = f"one of {spec.discrete_actions}" if spec.discrete_actions else "continuous in [-1, 1]"
         yield "action", True, f"{spec.action_dim} dims, {kind}"
         if isinstance(config.env, GymConfig):
-            _check_step_shapes(config)
+            yield from _roles(config)
         yield from _play_twice(envs[0], envs[1], config)
     except Exception as error:  # an env is third-party code as well
         yield "contract", False, str(error) if isinstance(error, UserError) else describe_error(error)
@@ -158,16 +158,26 @@ def _env_findings(config: Config) -> Iterator[Finding]:
             env.close()
 
 
-def _check_step_shapes(config: Config) -> None:
-    """Check observations of steps: training checks shapes at resets only, and numpy would broadcast a wrong shape."""
+def _roles(config: Config) -> Iterator[Finding]:
+    """What becomes of each observation. Also checks observations of steps: training checks shapes at resets only, and
+    numpy would broadcast a wrong shape."""
     robot = GymRobot(config.env, config.rollout.max_episode_steps)
-    robot.reset(seed=0)
-    for _ in range(20):
-        observation, _, terminated, truncated, _ = robot.env.step(robot.env.action_space.sample())
-        robot.observations.check(observation)
-        if terminated or truncated:
-            break
-    robot.close()
+    try:
+        for name, use in robot.observations.describe():
+            yield f"role of '{name}'", True, use
+        _, info = robot.env.reset(seed=0)
+        unused = [key for key, value in info.items() if isinstance(value, str) and key not in robot.observations.info_keys]
+        for key in unused:
+            advice = f"to give it to the policy, set env.roles={{info/{key}: instruction}}"
+            yield f"info['{key}']", True, f"text, not used ({shortened(repr(info[key]), 60)}); {advice}"
+        robot.reset(seed=0)
+        for _ in range(20):
+            observation, _, terminated, truncated, _ = robot.env.step(robot.env.action_space.sample())
+            robot.observations.check(observation, info)
+            if terminated or truncated:
+                break
+    finally:
+        robot.close()
 
 
 def _play_twice(env: Env, again: Env, config: Config) -> Iterator[Finding]:
