@@ -37,7 +37,9 @@ BAD = ("silent", "neither", "damaged", "traceback", "hang", "died", "no way on",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th trial from I")
+    parser.add_argument(
+        "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th trial from I"
+    )
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:

@@ -10,6 +10,8 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     observation/segmentation/<camera>  uint8 [1, H, W]  Env, on request
     observation/points           float32 [P, 6]       Env, on request; xyz in metres, rgb in 0..1
     observation/task             int64                Env; indexes env.tasks
+    observation/instruction      uint8 [L]            Env, instead of task where texts are not known beforehand; UTF-8,
+                                                      padded with zeros
     is_first                     bool                 Env
     memory/policy                float32 [M]          Collector, for policies with memory: before the decision;
                                                       zeros if is_first, else the output of Policy.remember
@@ -126,6 +128,11 @@ def entry_of(td: TensorDict, spec: EnvSpec, name: str) -> torch.Tensor:
         advice = "replace them before the policy acts"
         raise ContractError(f"observation/{name} holds NaN or infinity, expected finite {dtype} numbers; {advice}")
     return value
+
+
+def text_of(row: Any) -> str:
+    """The text of a numpy row of `observation/instruction`."""
+    return bytes(row).rstrip(b"\0").decode(errors="replace")
 
 
 def _entry_mistake(value: Any, given: tuple[int, ...], shape: tuple[int, ...], dtype: str, name: str) -> str:

@@ -178,7 +178,7 @@ def test_built_in_and_gymnasium_envs(capsys, name):
         ("NotDeterministic", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
         ("PaysAtRandom", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
         ("Raises", "contract", "ZeroDivisionError: the gripper fell off ("),
-        ("TakesText", "contract", "of test_check:TakesText is not supported; expected a Box or a Discrete"),
+        ("TakesText", "contract", "of test_check:TakesText is not supported; expected a Box, Discrete, MultiDiscrete"),
         ("CannotBeMade", "contract", "FileNotFoundError: no robot.xml here ("),
     ],
 )

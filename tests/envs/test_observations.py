@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from sparring.envs.observations import ObservationMap, text_of
+from sparring.contract import text_of
+from sparring.envs.observations import ObservationMap
 
 UINT8 = {"low": 0, "high": 255, "dtype": np.uint8}
 

@@ -130,11 +130,15 @@ TEXTS = ("put the red cube on the blue cube", "put the blue cube on the red cube
 
 def language(texts, features=16) -> InstructionEncoder:
     torch.manual_seed(2)
-    return InstructionEncoder(texts, features)
+    return InstructionEncoder(EnvSpec({"task": ((), "int64")}, 2, instructions=texts), features)
+
+
+def of_tasks(*indices) -> TensorDict:
+    return TensorDict({"observation": {"task": torch.tensor(indices)}}, [len(indices)])
 
 
 def test_every_instruction_has_features_of_its_own_word_order_included():
-    apart = torch.pdist(language(TEXTS)(torch.arange(len(TEXTS))))
+    apart = torch.pdist(language(TEXTS)(of_tasks(0, 1, 2, 3)))
     assert apart.shape == (6,) and apart.min() > 0.05
 
 
@@ -142,15 +146,15 @@ def test_features_depend_on_the_words_alone():
     """Not on the batch, and not on what else the env may say: weights go from one set of instructions to another."""
     one, other = language(TEXTS), language(("a much longer instruction than any of the others", TEXTS[1], TEXTS[0]))
     other.load_state_dict(one.state_dict(), strict=True)
-    torch.testing.assert_close(other(torch.tensor([2, 1])), one(torch.tensor([0, 1])), atol=1e-6, rtol=0)
-    task = torch.tensor([1, 0, 3, 1])
+    torch.testing.assert_close(other(of_tasks(2, 1)), one(of_tasks(0, 1)), atol=1e-6, rtol=0)
+    task = of_tasks(1, 0, 3, 1)
     assert torch.equal(one(task)[:1], one(task[:1])) and torch.equal(one(task)[0], one(task)[3])
 
 
 def test_only_distinct_instructions_are_encoded():
     encoder, rows = language(TEXTS), []
     encoder.neighbours.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    encoder(torch.zeros(1000, dtype=torch.int64))
+    encoder(of_tasks(*[0] * 1000))
     assert rows == [4]
 
 
@@ -163,6 +167,19 @@ def test_the_encoder_reads_the_task_where_it_is_asked_to():
     td[STATE][:] = 1.0
     features = encoder(td)
     assert torch.equal(features[0], features[3]) and not torch.equal(features[0], features[1])
+
+
+def test_free_text_has_the_features_of_the_same_listed_instruction():
+    listed, rows = language(TEXTS), []
+    free = InstructionEncoder(EnvSpec({"instruction": ((64,), "uint8")}, 2), 16)
+    free.load_state_dict(listed.state_dict(), strict=True)
+    free.neighbours.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    text = torch.zeros(5, 64, dtype=torch.uint8)
+    for row, index in enumerate((2, 0, 2, 3, 1)):
+        text[row, : len(TEXTS[index])] = torch.tensor(list(TEXTS[index].encode()), dtype=torch.uint8)
+    features = free(TensorDict({"observation": {"instruction": text}}, [5]))
+    torch.testing.assert_close(features, listed(of_tasks(2, 0, 2, 3, 1)), atol=1e-6, rtol=0)
+    assert rows == [4]  # distinct texts
 
 
 def test_instructions_that_cannot_be_read_are_refused():

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from doubles_native import INSTRUCTIONS, SIZES, Instructed, make_inputs, make_model, shake
+from tensordict import TensorDict
 
+from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.configs import LoraConfig
-from sparring.policies.instructions import ByteTokenizer, TokenTable
+from sparring.policies.instructions import ByteTokenizer, Instructions
 from sparring.policies.lora import adapt, merge
 from sparring.policies.native.checkpoint import _from_transformers, read_model, save_model, to_transformers
 from sparring.policies.native.config import PRESETS, NativeVLAConfig
@@ -240,7 +242,8 @@ def test_a_pi0_that_is_made_differently_is_refused():
 
 def test_bytes_are_tokens():
     tokenizer = ByteTokenizer(begin=256, vocabulary=258)
-    tokens, text = TokenTable([tokenizer(text) for text in INSTRUCTIONS])(torch.arange(3))
+    spec = EnvSpec({"task": ((), "int64")}, 2, instructions=INSTRUCTIONS)
+    tokens, text = Instructions(spec, tokenizer)(TensorDict({"observation": {"task": torch.arange(3)}}, [3]))
     assert tokens.shape == text.shape == (3, 14) and text.sum(1).tolist() == [14, 8, 1]
     assert tokens[1, :8].tolist() == [256, *b"push it"] and tokens[1, 8:].eq(0).all()
 

@@ -103,6 +103,7 @@ class GymBatch:
         self.robots = [GymRobot(config, max_episode_steps) for _ in envs]
         self.spec = self.robots[0].spec
         self._decode = self.robots[0].actions.decode
+        self._floats = [key for key, (_, dtype) in self.spec.observation.items() if dtype == "float32"]
         self._seeds: EpisodeSeeds | None = None
         self._episodes = [0] * len(envs)
         self._recorded: list[int] = []
@@ -196,11 +197,10 @@ class GymBatch:
     def _check(self, arrays: StepArrays, ended: list[int]) -> None:
         all_rows = range(len(self.envs))
         self._check_finite("reward", arrays.reward, all_rows)
-        # images are integers; everything else is in "state"
-        if "state" in arrays.observation:
-            self._check_finite("observation", arrays.observation["state"], all_rows)
+        for key in self._floats:
+            self._check_finite("observation", arrays.observation[key], all_rows)
             if ended:
-                self._check_finite("final observation", arrays.final["state"][ended], ended)
+                self._check_finite("final observation", arrays.final[key][ended], ended)
 
     def _check_finite(self, what: str, values: np.ndarray, rows: list[int] | range) -> None:
         """Raise for NaN or inf. One call per batch is much cheaper than one per robot."""

@@ -164,8 +164,8 @@ class ObservationMap:
         elif len(shape) == 2 and shape[1] in (3, 6) and re.search(r"point|pcd|cloud", words):
             return "points"
         raise UserError(
-            f"the role of observation '{name}' ({space.dtype} {list(space.shape)}) of {self.env_name} is ambiguous; set "
-            f"env.roles={{{name}: ROLE}} with ROLE state (flattens it), image/{short}, depth/{short}, points or ignore"
+            f"the role of observation '{name}' ({space.dtype} {list(space.shape)}) of {self.env_name} is ambiguous; "
+            f"set env.roles={{{name}: ROLE}} to state (flattens it), image/{short}, depth/{short}, points or ignore"
         )
 
     def _parts(self, name: str, role: str, space: spaces.Space) -> list[tuple[str, tuple[int, ...], str, Convert]]:
@@ -220,7 +220,9 @@ class ObservationMap:
             raise self._unfit(name, "state", space, "a Box, Discrete, MultiDiscrete or MultiBinary")
         if (total := int(counts.sum())) > _MOST_CHOICES:
             advice = f"wrap the env, or set env.roles={{{name}: ignore}}"
-            raise UserError(f"observation '{name}' of {self.env_name} has {total} choices, at most {_MOST_CHOICES}; {advice}")
+            raise UserError(
+                f"observation '{name}' of {self.env_name} has {total} choices, at most {_MOST_CHOICES}; {advice}"
+            )
         offsets = np.concatenate([[0], np.cumsum(counts)[:-1]]) - starts
 
         def one_hot(value: Any) -> np.ndarray:
@@ -232,11 +234,6 @@ class ObservationMap:
 
     def _unfit(self, name: str, role: str, space: spaces.Space, expected: str) -> UserError:
         return UserError(f"env.roles={{{name}: {role}}}: {self.env_name} has {space} there; expected {expected}")
-
-
-def text_of(row: np.ndarray) -> str:
-    """The text of an `observation/instruction` [L]: UTF-8, padded with zeros."""
-    return bytes(row).rstrip(b"\0").decode(errors="replace")
 
 
 def _utf8(length: int) -> Convert:
@@ -268,7 +265,7 @@ def _image(space: spaces.Box, dims: int, channels_last: bool) -> Convert:
 
 
 def _channels_last(shape: tuple[int, ...]) -> bool | None:
-    """Whether channels are the last axis of an image; True for [H, W]; None: it is not an image. [T, ...]: of a frame."""
+    """Whether channels are the last axis of an image, or of the images of a stack [T, ...]; None: it is no image."""
     shape = shape[1:] if len(shape) == 4 else shape
     if len(shape) == 2 or len(shape) == 3 and shape[-1] in (1, 3):
         return True

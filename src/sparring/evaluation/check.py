@@ -166,7 +166,9 @@ def _roles(config: Config) -> Iterator[Finding]:
         for name, use in robot.observations.describe():
             yield f"role of '{name}'", True, use
         _, info = robot.env.reset(seed=0)
-        unused = [key for key, value in info.items() if isinstance(value, str) and key not in robot.observations.info_keys]
+        unused = [
+            key for key, value in info.items() if isinstance(value, str) and key not in robot.observations.info_keys
+        ]
         for key in unused:
             advice = f"to give it to the policy, set env.roles={{info/{key}: instruction}}"
             yield f"info['{key}']", True, f"text, not used ({shortened(repr(info[key]), 60)}); {advice}"

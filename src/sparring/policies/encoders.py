@@ -11,9 +11,9 @@ from sparring.contract import EnvSpec, entry_of, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import EncoderConfig
-from sparring.policies.instructions import ByteTokenizer, TokenTable
+from sparring.policies.instructions import ByteTokenizer, Instructions
 
-STATE, TASK = ("observation", "state"), ("observation", "task")
+STATE = ("observation", "state")
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 _LONGEST_TEXT = 256  # maximum bytes of an instruction
 _POINT_SCALE = 4.0  # metres -> about 1 at the edge of a table, as in observation/state
@@ -49,10 +49,10 @@ class ObservationEncoder(nn.Module):
         self.images = _image_encoder(config, spec, self.cameras) if self.cameras else None
         self.points = _PointEncoder(config, spec) if "points" in entries else None
         features = config.language_features
-        if features and "task" not in entries:
-            why = "this env has no instructions (observation/task); set it to 0"
+        if features and not {"task", "instruction"} & set(entries):
+            why = "this env has no instructions (observation/task or observation/instruction); set it to 0"
             raise UserError(f"policy.language_features={features}: {why}")
-        self.language = InstructionEncoder(spec.instructions, features) if features else None
+        self.language = InstructionEncoder(spec, features) if features else None
         state_size = math.prod(entries["state"][0]) if "state" in entries else 0
         self.has_state = bool(state_size)
         self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
@@ -66,7 +66,7 @@ class ObservationEncoder(nn.Module):
             (self.cameras, getattr(self.images, "features", 0)),
             (["points"] if self.points is not None else [], config.point_features),
             (["state"] if state_size else [], state_size),
-            (["task"] if self.language is not None else [], config.language_features),
+            ([self.language.texts.source] if self.language is not None else [], config.language_features),
         ]
         self.in_keys = [("observation", *name.split("/")) for names, _ in parts for name in names]
         self.size = sum(size for names, size in parts if names)
@@ -85,7 +85,7 @@ class ObservationEncoder(nn.Module):
         if state is not None:
             parts.append(self.normalizer(state) if self.normalizer is not None else state)
         if self.language is not None:
-            parts.append(self.language(entry_of(td, self.spec, "task")))
+            parts.append(self.language(td))
         features = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
         return features.detach() if self.frozen else features
 
@@ -212,24 +212,27 @@ class _PointEncoder(nn.Module):
 class InstructionEncoder(nn.Module):
     """Embeds each byte and its position, applies a convolution, averages over the text: `[B, features]`."""
 
-    def __init__(self, instructions: tuple[str, ...], features: int):
+    def __init__(self, spec: EnvSpec, features: int):
         super().__init__()
-        longest = max((text.encode() for text in instructions), key=len)
-        if len(longest) > _LONGEST_TEXT:
-            why = f"at most {_LONGEST_TEXT} are supported; shorten it, or set policy.language_features=0"
-            raise UserError(f"the instruction {longest.decode()[:40]!r}... has {len(longest)} bytes, {why}")
-        texts = TokenTable([ByteTokenizer()(text) for text in instructions])  # [I, L] each
-        self.table = nn.Buffer(texts.ids, persistent=False)
-        self.mask = nn.Buffer(texts.mask.float(), persistent=False)
+        self.texts = Instructions(spec, _bytes_of, _LONGEST_TEXT if "instruction" in spec.observation else None)
         self.bytes = nn.Embedding(256, features)
         self.places = nn.Embedding(_LONGEST_TEXT, features)
         self.neighbours = nn.Conv1d(features, features, kernel_size=5, padding=2)
         self.output = nn.Sequential(nn.Linear(features, features), nn.LayerNorm(features))
 
-    def forward(self, task: torch.Tensor) -> torch.Tensor:
-        # encodes all instructions (there are few) and selects one per row with `task` [B]: [B, features]
-        mask = self.mask[..., None]
+    def forward(self, td: TensorDict) -> torch.Tensor:
+        # encodes each distinct instruction once and selects one per row: [B, features]
+        ids, mask, index = self.texts.distinct(td)
+        mask = mask.float()[..., None]
         # [I, L, F]; positions after the end are zero before the convolution and not counted after it
-        embedded = (self.bytes(self.table) + self.places.weight[: self.table.shape[1]]) * mask
+        embedded = (self.bytes(ids) + self.places.weight[: ids.shape[1]]) * mask
         mixed = torch.nn.functional.silu(self.neighbours(embedded.mT).mT) * mask
-        return self.output(mixed.sum(1) / mask.sum(1).clamp_min(1))[task]
+        return self.output(mixed.sum(1) / mask.sum(1).clamp_min(1))[index]
+
+
+def _bytes_of(text: str) -> list[int]:
+    row = ByteTokenizer()(text)
+    if len(row) > _LONGEST_TEXT:
+        why = f"at most {_LONGEST_TEXT} are supported; shorten it, or set policy.language_features=0"
+        raise UserError(f"the instruction {text[:40]!r}... has {len(row)} bytes, {why}")
+    return row

@@ -1,31 +1,66 @@
 """Token ids of an env's instructions: one per byte, or from the tokenizer of a checkpoint."""
 
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
+from sparring.contract import EnvSpec, entry_of, text_of
 from sparring.errors import UserError
 
 BYTES = "bytes"
+_CACHED = 4096  # tokenized texts that are kept
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-class TokenTable(nn.Module):
-    """`observation/task [B]` -> token ids and mask of each instruction, both [B, L]; not part of the saved weights."""
+class Instructions(nn.Module):
+    """Token ids of the instruction of each decision: from the env's list, which `observation/task` indexes, or from the
+    free text in `observation/instruction`. Nothing of it is saved with the weights."""
 
-    def __init__(self, rows: list[list[int]], length: int | None = None, padding: int = 0):
+    def __init__(
+        self, spec: EnvSpec, tokens_of: Callable[[str], list[int]], length: int | None = None, padding: int = 0
+    ):
+        """`length`: tokens of a row; by default those of the longest instruction. Free text needs it."""
         super().__init__()
-        longest = max(1, *map(len, rows))
-        ids = torch.full((len(rows), length or longest), padding, dtype=torch.int64)
+        self.spec, self.padding = spec, padding
+        self.source = next((name for name in ("instruction", "task") if name in spec.observation), None)
+        self.in_keys = [("observation", self.source)] if self.source else []
+        # a cache: the same few texts come again in each batch
+        self.tokens_of = lru_cache(_CACHED)(tokens_of) if self.source == "instruction" else None
+        rows = [] if self.tokens_of else list(map(tokens_of, spec.instructions))
+        self.length = length or max(1, *map(len, rows), 1)
+        ids, mask = self._padded(rows)
+        self.ids, self.mask = nn.Buffer(ids, persistent=False), nn.Buffer(mask, persistent=False)
+
+    def forward(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and mask of each decision, both [B, L]."""
+        ids, mask, index = self.distinct(td)
+        return ids[index], mask[index]
+
+    def distinct(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids and mask of the distinct instructions [I, L], and the instruction of each decision [B]."""
+        if self.tokens_of is None:
+            index = torch.zeros(len(td), dtype=torch.int64, device=self.ids.device)
+            return self.ids, self.mask, entry_of(td, self.spec, "task") if self.source else index
+        texts, index = torch.unique(entry_of(td, self.spec, "instruction"), dim=0, return_inverse=True)
+        ids, mask = self._padded([self.tokens_of(text_of(text)) for text in texts.numpy(force=True)])
+        return ids.to(index.device), mask.to(index.device), index
+
+    def texts(self, td: TensorDict) -> list[str]:
+        entry = entry_of(td, self.spec, self.source) if self.source else torch.zeros(len(td), dtype=torch.int64)
+        if self.tokens_of is not None:
+            return [text_of(row) for row in entry.numpy(force=True)]
+        return [self.spec.instructions[index] for index in entry.tolist()]
+
+    def _padded(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.full((len(rows), self.length), self.padding, dtype=torch.int64)
         for padded, row in zip(ids, rows, strict=True):
             padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
-        lengths = torch.tensor([len(row) for row in rows])
-        self.ids = nn.Buffer(ids, persistent=False)
-        self.mask = nn.Buffer(torch.arange(ids.shape[1]) < lengths[:, None], persistent=False)
-
-    def forward(self, task: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ids[task], self.mask[task]
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return ids, torch.arange(self.length) < lengths[:, None]
 
 
 class ByteTokenizer:

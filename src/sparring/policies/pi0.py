@@ -3,6 +3,7 @@
 Letters: B decisions, H steps of a chunk, A action dims, L tokens, N layers, D width of the vision-language model."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import PI0PolicyConfig
 from sparring.policies.critic import Critic
-from sparring.policies.encoders import STATE, TASK
+from sparring.policies.encoders import STATE
 from sparring.policies.flow.chain import FlowChain
-from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable, load_tokenizer
+from sparring.policies.instructions import BYTES, ByteTokenizer, Instructions, load_tokenizer
 from sparring.policies.lora import adapt
 from sparring.policies.weights import WeightsFit, match_names, read_json, refuse_code_of_adapters
 from sparring.processes.memory import oom_message
@@ -56,15 +57,13 @@ class PI0Policy(FlowChain):
         self.normalizer = RunningNormalizer(self.state_size) if normalizes else None
         self.critic = Critic(config, spec, text.hidden_size, config.normalize_observations)
         self._freeze_weights()
-        self.reads_task = "task" in spec.observation
         self.in_keys = [("observation", *name.split("/")) for name in cameras]
-        self.in_keys += [key for key, is_read in ((STATE, self.state_size), (TASK, self.reads_task)) if is_read]
+        self.in_keys += [*([STATE] if self.state_size else []), *self.prompts.in_keys]
         self.in_keys += [*self.critic.in_keys, *self.trace_keys]
 
     def encode(self, td: TensorDict) -> tuple[torch.Tensor, TensorDict]:
         """Mean features [B, D]; and keys and values [B, N, heads, L, size], the tokens' mask and the padded state."""
-        first = torch.zeros(len(td), dtype=torch.int64, device=self.times.device)
-        tokens, mask = self.prompts(entry_of(td, self.spec, "task") if self.reads_task else first)
+        tokens, mask = self.prompts(td)
         mask = mask.long()
         # [B, cameras, 3, size, size]
         images = torch.stack([self.prepare(view) for view in images_of(td, self.spec, self.cameras)], 1)
@@ -150,22 +149,30 @@ def _completed(config: PI0PolicyConfig, spec: EnvSpec, chunk: int, sizes) -> PI0
     return config.model_copy(update={"horizon": horizon, "sampling_steps": steps})
 
 
-def _prompts(config: PI0PolicyConfig, folder: Path, spec: EnvSpec, vlm, image_tokens: int) -> TokenTable:
+def _prompts(config: PI0PolicyConfig, folder: Path, spec: EnvSpec, vlm, image_tokens: int) -> Instructions:
     """Token ids of pi0's prompts: image tokens, <bos>, the instruction, a line break."""
-    texts = [f"{text}\n" for text in spec.instructions]
+    vocabulary = vlm.text_config.vocab_size
     if config.tokenizer == BYTES:
-        rows = list(map(ByteTokenizer(_BYTES_BEGIN, _BYTES_OFFSET), texts))
+        tokenize: Callable[[str], list[int]] = ByteTokenizer(_BYTES_BEGIN, _BYTES_OFFSET)
     else:
         given = f"policy.tokenizer={config.tokenizer}" if config.tokenizer else f"policy.model_path={folder}"
         tokenizer = load_tokenizer(config.tokenizer or folder, given)
         begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        rows = [begin + tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    vocabulary = vlm.text_config.vocab_size
-    largest = max(token for row in rows for token in row)
-    if largest >= vocabulary:
-        has = f"the checkpoint's vocabulary has {vocabulary} tokens"
-        raise UserError(f"policy.tokenizer returns token {largest}, but {has}; use the checkpoint's tokenizer")
-    return TokenTable([[vlm.image_token_id] * image_tokens + row for row in rows])
+
+        def tokenize(text: str) -> list[int]:
+            return begin + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def tokens_of(text: str) -> list[int]:
+        row = tokenize(f"{text}\n")
+        if max(row) >= vocabulary:
+            has = f"the checkpoint's vocabulary has {vocabulary} tokens"
+            raise UserError(f"policy.tokenizer returns token {max(row)}, but {has}; use the checkpoint's tokenizer")
+        return [vlm.image_token_id] * image_tokens + row
+
+    length = None
+    if "instruction" in spec.observation:
+        length = image_tokens + spec.observation["instruction"][0][0] + 2  # a token per byte, <bos> and a line break
+    return Instructions(spec, tokens_of, length)
 
 
 def transformers():

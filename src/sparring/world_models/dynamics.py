@@ -32,8 +32,8 @@ class DecisionEncoder(nn.Module):
         self.choices = spec.discrete_actions
         self.state_size = math.prod(shown["state"][0]) if "state" in shown else 0
         self.normalizer = RunningNormalizer(self.state_size)
-        instructed = language_features and "task" in shown
-        self.language = InstructionEncoder(spec.instructions, language_features) if instructed else None
+        instructed = language_features and ("task" in shown or "instruction" in shown)
+        self.language = InstructionEncoder(spec, language_features) if instructed else None
         action_size = chunk * (self.choices or spec.action_dim)
         inputs = action_size + self.state_size + (language_features if instructed else 0)
         hidden = 2 * width
@@ -46,7 +46,7 @@ class DecisionEncoder(nn.Module):
         if self.state_size:
             parts.append(self.normalizer(td["observation", "state"].flatten(1)))
         if self.language is not None:
-            parts.append(self.language(td["observation", "task"]))
+            parts.append(self.language(td))
         return self.tokens(self.mlp(torch.cat(parts, -1))).unflatten(-1, (-1, self.width))
 
     def _action(self, action: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class GivenStarts:
 class _Imagination:
     def __init__(self, model: WorldModel, spec: EnvSpec, starts: Starts, num_envs: int, max_decisions: int):
         self.model, self.starts, self.num_envs, self.max_decisions = model, starts, num_envs, max_decisions
-        predicted = {f"image/{camera}" for camera in model.cameras} | {"state", "task"}
+        predicted = {f"image/{camera}" for camera in model.cameras} | {"state", "task", "instruction"}
         shown = {name: kind for name, kind in spec.observation.items() if name in predicted}
         self.spec = replace(spec, observation=shown, max_episode_steps=0)  # the limit is counted in decisions
         self.seeds = EpisodeSeeds(0)
@@ -95,7 +95,7 @@ class _Imagination:
         # [N] -> [N, C]: spread evenly, because on a single step gamma would discount the whole reward alike
         chunk = action.shape[1]
         reward = np.repeat(predicted["reward"].numpy(force=True)[:, None] / chunk, chunk, axis=1)
-        for name in self.observation.keys() - {"task"}:
+        for name in self.observation.keys() - {"task", "instruction"}:
             self.observation[name] = predicted[tuple(name.split("/"))].numpy(force=True)
         self.memory = predicted["memory"].numpy(force=True)
         ended = np.flatnonzero(terminated | truncated)

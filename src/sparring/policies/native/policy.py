@@ -14,9 +14,9 @@ from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import DenoisingConfig
 from sparring.policies.critic import Critic
-from sparring.policies.encoders import STATE, TASK
+from sparring.policies.encoders import STATE
 from sparring.policies.flow.chain import FlowChain
-from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable
+from sparring.policies.instructions import BYTES, ByteTokenizer, Instructions
 from sparring.policies.lora import adapt
 from sparring.policies.native.checkpoint import SavedModel, read_model
 from sparring.policies.native.config import NativeVLAConfig, Sizes
@@ -139,28 +139,25 @@ class _NativeInputs(nn.Module):
         if saved is not None and saved.is_pi0:
             assert config.model_path is not None
             self.prepare = ImagePreparation(Path(config.model_path).expanduser(), sizes.image_size)
-        self.has_task = "task" in entries
         state_size = math.prod(entries["state"][0]) if "state" in entries else 0
         if state_size > sizes.max_state_dim:
             limit, advice = sizes.max_state_dim, _advice_for_size(config, "max_state_dim", state_size)
             raise UserError(f"the env's state has {state_size} numbers, but policy.max_state_dim={limit}; {advice}")
         self.has_state = state_size > 0
         self.normalizer = RunningNormalizer(state_size) if state_size and config.normalize_observations else None
-        self.instructions = _token_table(config, spec.instructions, sizes.vocabulary, saved)
-        others = ((STATE, self.has_state), (TASK, self.has_task), (POLICY_MEMORY, self.memory_size))
+        self.instructions = _instructions(config, spec, sizes.vocabulary, saved)
+        others = ((STATE, self.has_state), (POLICY_MEMORY, self.memory_size))
         self.in_keys = [("observation", *name.split("/")) for name in self.cameras]
-        self.in_keys += [key for key, is_read in others if is_read]
+        self.in_keys += [*self.instructions.in_keys, *(key for key, is_read in others if is_read)]
         observed = state_size + 3 * _GRID**2 * len(self.cameras)
         self.traces = _MemoryTraces(observed, self.memory_size) if self.memory_size else None
 
     def forward(self, td: TensorDict) -> Inputs:
         batch, device = len(td), self.instructions.ids.device
-        task = torch.zeros(batch, dtype=torch.int64, device=device)
-        task = entry_of(td, self.spec, "task") if self.has_task else task
         state = self._state(td) if self.has_state else torch.zeros(batch, 1, device=device)
         views = [(self.prepare or self._scaled)(view) for view in images_of(td, self.spec, self.cameras)]
         images = torch.stack(views, 1) if views else torch.zeros(batch, 0, 3, 1, 1, device=device)  # [B, N, 3, S, S]
-        tokens, text = self.instructions(task)
+        tokens, text = self.instructions(td)
         return Inputs(images, tokens, text, state, self.memory(td))
 
     def memory(self, td: TensorDict) -> torch.Tensor | None:
@@ -192,17 +189,16 @@ class _NativeInputs(nn.Module):
         return images / 127.5 - 1.0
 
 
-def _token_table(
-    config: NativeVLAConfig, instructions: tuple[str, ...], vocabulary: int, saved: SavedModel | None
-) -> TokenTable:
+def _instructions(config: NativeVLAConfig, spec: EnvSpec, vocabulary: int, saved: SavedModel | None) -> Instructions:
     """Tokens by policy.tokenizer, or by the checkpoint's tokenizer; one token per byte if there is neither."""
     key, folder = "policy.tokenizer", config.tokenizer
     if folder is None and saved is not None and saved.needs_tokenizer:
         key, folder = "policy.model_path", config.model_path
     # 256 bytes, a begin token and an unused one
     tokenizer = ByteTokenizer(begin=256, vocabulary=258) if folder in (None, BYTES) else _FileTokenizer(folder, key)
-    rows = [tokenizer(text) or [0] for text in instructions]
-    for text, row in zip(instructions, rows, strict=True):
+
+    def tokens_of(text: str) -> list[int]:
+        row = tokenizer(text) or [0]
         if len(row) > config.text_tokens:
             why = f"but policy.text_tokens={config.text_tokens}; increase it, or shorten the instruction"
             raise UserError(f"the instruction {text[:40]!r}... has {len(row)} tokens, {why}")
@@ -210,7 +206,9 @@ def _token_table(
             has = f"the model has {vocabulary} embeddings; set policy.vocabulary={tokenizer.vocabulary}"
             given = f"the tokenizer returns token {max(row)} for {text[:40]!r}"
             raise UserError(f"{given}, but {has}, or use the tokenizer of the pretrained weights")
-    return TokenTable(rows)
+        return row
+
+    return Instructions(spec, tokens_of, config.text_tokens if "instruction" in spec.observation else None)
 
 
 def _advice_for_size(config: NativeVLAConfig, name: str, size: int) -> str:

@@ -13,7 +13,9 @@ from sparring.contract import EnvSpec, entry_of, images_of
 from sparring.errors import UserError
 from sparring.normalize import RunningNormalizer
 from sparring.policies.configs import VLAConfig
-from sparring.policies.instructions import BYTES, ByteTokenizer, TokenTable, load_tokenizer
+from sparring.policies.instructions import BYTES, ByteTokenizer, Instructions, load_tokenizer
+
+_TEXTS = ("task", "instruction")  # observations that are an instruction
 
 
 @runtime_checkable
@@ -40,7 +42,7 @@ class VLAObservations(nn.Module):
 
     def __init__(self, config: VLAConfig, spec: EnvSpec):
         super().__init__()
-        self.spec, self.entries, self.instructions = spec, spec.observation, spec.instructions
+        self.spec, self.entries = spec, spec.observation
         # the model's key -> an observation of the env, or a list of them to stack
         self.sources = _sources(config.observation_keys, spec)
         names = [name for source in self.sources.values() for name in _listed(source)]
@@ -49,17 +51,18 @@ class VLAObservations(nn.Module):
         self.normalizer: RunningNormalizer | None = None
         if config.normalize_observations and "state" in names:
             self.normalizer = RunningNormalizer(math.prod(self.entries["state"][0]))
-        self.tokens: TokenTable | None = None  # None: the model reads text
-        if "task" in names and config.tokenizer != "text":
-            self.tokens = _token_table(config, spec.instructions)
+        self.instructions: Instructions | None = None
+        self.reads_text = config.tokenizer == "text"
+        if set(_TEXTS) & set(names):
+            self.instructions = _instructions(config, spec)
 
     def forward(self, td: TensorDict) -> TensorDict:
         inputs = TensorDict({}, td.batch_size, device=td["observation"].device)
         for key, source in self.sources.items():
-            if source == "task" and self.tokens is not None:
-                inputs[key], inputs[f"{key}_mask"] = self.tokens(entry_of(td, self.spec, "task"))
-            elif source == "task":
-                inputs[key] = NonTensorStack(*(self.instructions[i] for i in entry_of(td, self.spec, "task").tolist()))
+            if source in _TEXTS and self.instructions is not None and self.reads_text:
+                inputs[key] = NonTensorStack(*self.instructions.texts(td))
+            elif source in _TEXTS and self.instructions is not None:
+                inputs[key], inputs[f"{key}_mask"] = self.instructions(td)
             elif isinstance(source, str):
                 inputs[key] = self._entry(td, source)
             else:
@@ -93,7 +96,8 @@ def _sources(given: dict, spec: EnvSpec) -> dict[str, str | list[str]]:
         cameras = [name for name in entries if name.startswith(kind)]
         if cameras:
             sources[key] = cameras if len(cameras) > 1 else cameras[0]  # a single camera is not stacked
-    sources |= {key: name for key, name in (("proprio", "state"), ("language", "task")) if name in entries}
+    roles = (("proprio", "state"), *(("language", name) for name in _TEXTS))
+    sources |= {key: name for key, name in roles if name in entries}
     for key, source in given.items():
         if source is None:
             sources.pop(key, None)
@@ -117,10 +121,9 @@ def _listed(source: str | list[str]) -> list[str]:
     return [source] if isinstance(source, str) else list(source)
 
 
-def _token_table(config: VLAConfig, instructions: tuple[str, ...]) -> TokenTable:
-    if config.tokenizer == BYTES:
-        rows, padding = list(map(ByteTokenizer(), instructions)), 0
-    else:
+def _instructions(config: VLAConfig, spec: EnvSpec) -> Instructions:
+    tokenize, padding = ByteTokenizer().__call__, 0
+    if config.tokenizer not in (BYTES, "text"):
         folder: str | Path = config.tokenizer
         if folder == "checkpoint":
             if config.model_path is None:
@@ -128,9 +131,21 @@ def _token_table(config: VLAConfig, instructions: tuple[str, ...]) -> TokenTable
             path = Path(config.model_path)
             folder = path if path.is_dir() else path.parent
         tokenizer = load_tokenizer(folder, f"policy.tokenizer={config.tokenizer}")
-        rows, padding = [tokenizer(text)["input_ids"] for text in instructions], tokenizer.pad_token_id or 0
-    longest = max(map(len, rows))
-    if config.max_tokens is not None and longest > config.max_tokens:
-        advice = "increase it, or set it to null"
-        raise UserError(f"policy.max_tokens={config.max_tokens}, but an instruction has {longest} tokens; {advice}")
-    return TokenTable(rows, config.max_tokens, padding)
+        padding = tokenizer.pad_token_id or 0
+
+        def tokenize(text: str) -> list[int]:
+            return tokenizer(text)["input_ids"]
+
+    def tokens_of(text: str) -> list[int]:
+        row = tokenize(text)
+        if config.max_tokens is not None and len(row) > config.max_tokens:
+            advice = "increase it, or set it to null"
+            raise UserError(
+                f"policy.max_tokens={config.max_tokens}, but an instruction has {len(row)} tokens; {advice}"
+            )
+        return row
+
+    length = config.max_tokens
+    if length is None and "instruction" in spec.observation:
+        length = spec.observation["instruction"][0][0] + 2  # at most a token per byte, a begin and an end
+    return Instructions(spec, tokens_of, length, padding)
