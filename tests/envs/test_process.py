@@ -35,8 +35,9 @@ def make():
         backend.close()
 
 
-def config(name, workers=0, **kwargs):
-    return GymConfig(name=name if ":" in name else f"{DOUBLES}:{name}", workers=workers, kwargs=kwargs)
+def config(name, workers=0, restarts=0, **kwargs):
+    name = name if ":" in name else f"{DOUBLES}:{name}"
+    return GymConfig(name=name, workers=workers, restarts=restarts, kwargs=kwargs)
 
 
 def chunks(num_envs, steps=1):
@@ -179,6 +180,53 @@ def test_death_is_noticed_while_another_worker_is_busy(make):
     assert time.monotonic() - start < 2
 
 
+def test_a_worker_that_dies_is_restarted_and_its_episode_is_truncated(make, caplog):
+    seeds = EpisodeSeeds(0, total_envs=3)
+    # env 2, in the second worker with env 1, dies in the third step of its first episode
+    backend = make("Breaks", 3, 2, restarts=1, how="kill", length=3, only_seed=seeds(2, 0))
+    backend.reset(seeds)
+    backend.record([1])
+    for _ in range(2):
+        before = backend.step(chunks(3))
+    with caplog.at_level("WARNING", "sparring.env"):
+        step = backend.step(chunks(3))
+    assert "died with exit code -9" in caplog.text and "restart 1 of 1 (env.restarts)" in caplog.text
+    assert step.truncated.tolist() == [False, True, True] and not step.terminated.any()
+    assert step.reward[1:].tolist() == [[0], [0]] and step.ended.tolist() == [1, 2]
+    assert (step.final["state"] == before.observation["state"][1:]).all()
+    # env 0 continues; the others have begun their second episodes
+    assert step.observation["state"][:, 0].tolist() == [3, 0, 0]
+    assert step.observation["state"][:, 1].tolist() == [seeds(0, 0) % 1000, seeds(1, 1) % 1000, seeds(2, 1) % 1000]
+    later = [backend.step(chunks(3, steps)) for steps in (1, 2)][-1]
+    assert later.observation["state"][:, 0].tolist() == [6, 3, 3] and list(later.frames) == [1]
+
+
+def test_a_worker_is_restarted_a_limited_number_of_times(make):
+    backend = make("Breaks", 2, 2, restarts=2, how="kill", only_seed=None)
+    backend.reset(EpisodeSeeds(0))
+    backend.step(chunks(2))
+    both = backend.step(chunks(2))
+    assert both.truncated.all()
+    backend.step(chunks(2))
+    with pytest.raises(WorkerError, match=r"worker 0 \(envs 0..0\) died with exit code -9"):
+        backend.step(chunks(2))
+
+
+def test_a_worker_that_dies_after_a_restored_state_begins_the_right_episode(make):
+    seeds = EpisodeSeeds(3, total_envs=2)
+    backend = make("Counter", 2, 2, length=3)
+    backend.reset(seeds)
+    for _ in range(4):
+        backend.step(chunks(2))
+    other = make("Counter", 2, 2, restarts=1, length=3)
+    other.set_state(backend.state())
+    assert_same(other.step(chunks(2)), backend.step(chunks(2)))
+    os.kill(pids(other)[1], signal.SIGKILL)
+    after = other.step(chunks(2))
+    assert after.terminated.tolist() == [True, False] and after.truncated.tolist() == [False, True]
+    assert after.final["state"][1, 0] == 2 and after.observation["state"][1, 1] == seeds(1, 2) % 1000
+
+
 def test_a_signal_without_a_name_is_told_by_its_number(make):
     backend = make(num_envs=1, workers=1)
     os.kill(pids(backend)[0], signal.SIGRTMIN + 1)
@@ -190,7 +238,7 @@ def test_interrupted_backend_refuses_to_go_on(make, monkeypatch):
     backend = make()
     backend.reset(EpisodeSeeds(0))
 
-    def interrupted(check):
+    def interrupted(check, may_die):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(backend._pool.workers[0], "reply", interrupted)

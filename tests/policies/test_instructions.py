@@ -1,4 +1,4 @@
-"""Instructions as token ids: from the list of an env by `observation/task`, or free text of `observation/instruction`."""
+"""Instructions as token ids: from the list of an env by `observation/task`, or free `observation/instruction` text."""
 
 from dataclasses import replace
 

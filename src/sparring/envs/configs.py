@@ -92,6 +92,9 @@ class GymConfig(Section):
         "serial", description="serial: all envs in this process; process: worker processes with shared memory"
     )
     workers: int = Field(0, ge=0, description="processes of each group if vectorize=process; 0: one per core in total")
+    restarts: int = Field(
+        3, ge=0, description="number of times that a worker that dies is restarted; its episodes are truncated"
+    )
     success_return: float | None = Field(None, description="an episode is a success if its return is at least this")
     kwargs: dict = Field(default_factory=dict, description="keyword arguments for gymnasium.make")
     roles: dict[str, str] = Field(

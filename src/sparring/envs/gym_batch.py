@@ -120,6 +120,12 @@ class GymBatch:
             self._start_episode(row, arrays)
         self._check(arrays, ended=[])
 
+    def begin(self, seeds: EpisodeSeeds, episodes: list[int], arrays: StepArrays) -> None:
+        """Begin these episodes, in place of a batch that died."""
+        self._seeds, self._episodes = seeds, episodes
+        for row in range(len(self.envs)):
+            self._start_episode(row, arrays)
+
     def step(self, arrays: StepArrays) -> Frames:
         if self._seeds is None:
             raise RuntimeError(f"{self.name} was stepped before its first reset; call reset(seeds) first")
@@ -154,12 +160,12 @@ class GymBatch:
         return state
 
     def set_state(self, state: Arrays) -> None:
-        self._seeds = EpisodeSeeds(**unpack(_below(state, "seeds")))
+        self._seeds = EpisodeSeeds(**unpack(below(state, "seeds")))
         for row, (env, robot) in enumerate(zip(self.envs, self.robots, strict=True)):
             if f"{env}/episode" not in state:
                 saved = sum(key.endswith("/episode") for key in state)
                 raise UserError(f"the saved state has {saved} envs and no env {env}; create {saved} envs to restore it")
-            robot.set_state(_below(state, str(env)))
+            robot.set_state(below(state, str(env)))
             self._episodes[row] = int(state[f"{env}/episode"])
 
     def close(self) -> None:
@@ -213,5 +219,5 @@ class GymBatch:
         raise UserError(f"the {what} of env {env} ({self.name}) holds NaN or inf: {found}; {advice}")
 
 
-def _below(state: Arrays, prefix: str) -> Arrays:
+def below(state: Arrays, prefix: str) -> Arrays:
     return {key.removeprefix(f"{prefix}/"): value for key, value in state.items() if key.startswith(f"{prefix}/")}

@@ -35,6 +35,9 @@ class _Commands:
     def reset(self, seeds: EpisodeSeeds) -> None:
         self.batch.reset(seeds, self._arrays)
 
+    def begin(self, seeds: EpisodeSeeds, episodes: list[int]) -> None:
+        self.batch.begin(seeds, episodes, self._arrays)
+
     def step(self) -> tuple[Frames, bool]:
         return self.batch.step(self._arrays), self.batch.reports_success
 
