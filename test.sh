@@ -12,7 +12,14 @@ if [ "${1:-}" = --fast ]; then
   shift
 fi
 . ./setup_env.sh
-set_up "[dev,demos,vla,tensorboard,wandb,browser,docs]"
+set_up "[dev,demos,vla,sims,tensorboard,wandb,browser,docs]"
+
+# its own requirements pin an older mujoco; without it the tests of its adapter are skipped
+metaworld=metaworld==3.1.1
+if ! python -m pip show --quiet metaworld 2> /dev/null; then
+  say "installing $metaworld for the tests of its adapter"
+  python -m pip install --quiet --disable-pip-version-check --no-deps "$metaworld" || say "could not; these tests will be skipped"
+fi
 
 # the report is looked at in a real browser where there is one, or where one can be had; else those tests are skipped
 if ! command -v chromium chromium-browser google-chrome > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then

@@ -182,7 +182,9 @@ def _env_class(name: Any) -> type[Section]:
     if isinstance(name, str) and name.startswith("gym:"):
         _check_gym_id(name.removeprefix("gym:"))
         return GymConfig
-    known = envs.ENVS | {"gym:ID": ""}
+    if isinstance(name, str) and name.partition(":")[0] in envs.SIMS:
+        return GymConfig
+    known = envs.ENVS | {"gym:ID": ""} | {f"{prefix}:TASK": "" for prefix in envs.SIMS}
     if isinstance(name, str) and ":" not in name and name not in known and find_spec("gymnasium"):
         import gymnasium
 

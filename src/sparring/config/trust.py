@@ -21,6 +21,7 @@ from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manife
 
 _GIVEN = ContextVar("trust", default=False)
 # module:anything, as gymnasium imports the module whatever follows. Python names may contain more than \w, e.g. U+2118
+SIMULATORS = ("metaworld",)  # prefixes of env.name that name an adapter of ours, as in envs.SIMS
 _IMPORT_PATH = re.compile(r"\s*(?!\d)(?:[\w.-]|[^\x00-\x7f])+:\s*\S.*", re.DOTALL)
 _HARMLESS = re.compile(r"(cpu|cuda|mps|xpu|meta):\d+|https?://.*", re.DOTALL)
 # file that names code -> other files that --trust signs in its folder; all other files of a run may still change
@@ -109,7 +110,9 @@ def _names_code(setting: Setting) -> bool:
         return True
     value = setting.value
     if setting.key == "env.name" and isinstance(value, str) and value.startswith("gym:"):
-        return value.removeprefix("gym:").rpartition(":")[0] not in ("", "gymnasium", "sparring")
+        return value.removeprefix("gym:").rpartition(":")[0] not in ("", "gymnasium", "gymnasium_robotics", "sparring")
+    if setting.key == "env.name" and isinstance(value, str) and value.partition(":")[0] in SIMULATORS:
+        return False
     return any(_IMPORT_PATH.fullmatch(text) and not _HARMLESS.fullmatch(text) for text in _texts(value))
 
 

@@ -87,7 +87,7 @@ class TabletopConfig(Section):
 class GymConfig(Section):
     """Any gymnasium env, by its id."""
 
-    name: str = Field(description="gym:<gymnasium id>, e.g. gym:Pendulum-v1, or your.module:Class of a gymnasium.Env")
+    name: str = Field(description="gym:<gymnasium id>, metaworld:<task>, or your.module:Class of a gymnasium.Env")
     vectorize: Literal["serial", "process"] = Field(
         "serial", description="serial: all envs in this process; process: worker processes with shared memory"
     )

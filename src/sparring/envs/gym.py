@@ -17,6 +17,7 @@ from gymnasium.envs import registration
 from sparring.config.resolve import resolve
 from sparring.config.text import shortened
 from sparring.contract import EnvSpec
+from sparring.envs import SIMS
 from sparring.envs.backend import Arrays, Picture
 from sparring.envs.configs import GymConfig
 from sparring.envs.observations import ObservationMap
@@ -227,11 +228,14 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
     """Create the env `config.name`, with rendering if supported. Returns the env and its time limit (0: none)."""
     source, _, name = config.name.partition(":")
     if not name:
-        raise UserError(f"env.name={config.name!r}; expected gym:<gymnasium id> or your.module:Class")
+        others = ", ".join(f"{prefix}:<task>" for prefix in SIMS)
+        raise UserError(f"env.name={config.name!r}; expected gym:<gymnasium id>, {others} or your.module:Class")
     try:
         if source == "gym":
             limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
             env = gymnasium.make(name, **{**_render_kwargs(_creator(name)), **config.kwargs, **limit})
+        elif source in SIMS:
+            env = resolve(SIMS[source], {}, "env")(name, **config.kwargs)
         else:
             creator = resolve(config.name, {}, "env")
             env = creator(**{**_render_kwargs(creator), **config.kwargs})
@@ -246,7 +250,7 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
         # a function created it without render_mode; most envs read the mode only when they render
         with contextlib.suppress(AttributeError):
             env.unwrapped.render_mode = "rgb_array"
-    own_limit = env.spec.max_episode_steps if env.spec else None
+    own_limit = env.spec.max_episode_steps if env.spec else getattr(env, "max_episode_steps", None)
     # GymRobot counts steps itself: without these wrappers a step is faster and the state is complete
     while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
         env = env.env  # type: ignore[attr-defined]

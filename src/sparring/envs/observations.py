@@ -78,7 +78,9 @@ class ObservationMap:
     def write(self, observation: Any, info: dict, arrays: Arrays, row: int) -> None:
         """Write one observation into row `row` of the arrays of the contract."""
         for entry in self.entries:
-            value = entry.value(observation, info)
+            value = entry.value(observation, info) if entry.parts else None
+            # an adapter's image is a function that draws it: only the observations of decisions are drawn
+            value = value() if callable(value) else value
             for key, _, _, convert in entry.parts:
                 if entry.where is None:
                     arrays[key][row] = convert(value)
@@ -101,7 +103,7 @@ class ObservationMap:
             if entry.role == "instruction":
                 if not isinstance(value, str):
                     raise UserError(f"{label} of {self.env_name} is {shortened(repr(value), _SHOWN)}; expected text")
-            elif entry.space is not None and np.shape(value) != entry.space.shape:
+            elif entry.space is not None and not callable(value) and np.shape(value) != entry.space.shape:
                 raise UserError(
                     f"{label} of {self.env_name} has shape {np.shape(value)} but its observation_space has shape "
                     f"{entry.space.shape}; correct one of them in the env"

@@ -22,6 +22,7 @@ from sparring.config.resolve import resolve
 from sparring.config.schema import SCHEMA, Config, load_config
 from sparring.config.text import Setting, parse_overrides, shortened, value_text
 from sparring.data.video import find_ffmpeg
+from sparring.envs import SIMS
 from sparring.envs.backend import drawn
 from sparring.envs.configs import GymConfig
 from sparring.envs.env import Env, make_env
@@ -90,7 +91,7 @@ def _torchvision() -> Finding:
 
 
 def _is_policy(name: str) -> bool:
-    if name in POLICIES or ":" not in name or name.startswith("gym:"):
+    if name in POLICIES or ":" not in name or name.partition(":")[0] in ("gym", *SIMS):
         return name in POLICIES
     resolved = resolve(name, {}, "name")
     return isinstance(resolved, type) and issubclass(resolved, Policy)
