@@ -121,8 +121,8 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
     envs, checksums = zip(*map(_recorded_env, files), strict=True)
     if given.get("env.name", envs[0]["name"]) != envs[0]["name"]:
         return []
-    tasks = list(dict.fromkeys(task for env in envs for task in env["task"]))
-    values = {f"env.{key}": value for key, value in (envs[0] | {"task": tasks}).items()}
+    tasks = list(dict.fromkeys(task for env in envs for task in env.get("task", [])))
+    values = {f"env.{key}": value for key, value in (envs[0] | ({"task": tasks} if tasks else {})).items()}
     folder = files[0].parents[1]
     source = f"imitate.demos={folder}"
     settings = [Setting(k, v, source, sha256=checksums[0]) for k, v in values.items() if k not in _OF_THE_RUN]
@@ -136,7 +136,9 @@ def _recorded_env(file: Path) -> tuple[dict[str, Any], str]:
     try:
         content = read_small(file)
         env = json.loads(content)["env"]
-        return env | {"name": env["name"], "task": list(env["task"])}, hashlib.sha256(content).hexdigest()
+        # only the built-in robot has a list of tasks
+        tasks = {} if ":" in env["name"] else {"task": list(env["task"])}
+        return env | {"name": env["name"]} | tasks, hashlib.sha256(content).hexdigest()
     except (OSError, ValueError) as error:
         why = str(error)
     except (KeyError, TypeError, RecursionError):

@@ -313,7 +313,8 @@ class ActionChunks:
         shown = {name: spec.observation[name][0] for name in _NUMBERS if name in spec.observation}
         self._refuse_missing_entries(spec, shown)
         self._observation = {name: self._joined(f"observation.{name}", shape) for name, shape in shown.items()}
-        self._task = self._task_of_each_step(spec)
+        self._text = self._text_of_each_step(spec) if "instruction" in spec.observation else None
+        self._task = self._task_of_each_step(spec) if self._text is None else None
         self._action = self._joined("action", (spec.action_dim,))
         self._action_padding = spec.action_padding
 
@@ -333,7 +334,12 @@ class ActionChunks:
 
     def observation(self, step: torch.Tensor) -> dict:
         """The observation at the steps [B]."""
-        found: dict = {name: values[step] for name, values in self._observation.items()} | {"task": self._task[step]}
+        found: dict = {name: values[step] for name, values in self._observation.items()}
+        if self._text is not None:
+            texts, index = self._text
+            found["instruction"] = texts[index[step]]
+        else:
+            found["task"] = self._task[step]
         if self._cameras:
             found["image"] = {camera: self._images(camera, step.numpy()) for camera in self._cameras}
         return found
@@ -367,6 +373,18 @@ class ActionChunks:
             here = dataset == number
             images[here] = cache[step[here] - self._starts[number]]
         return torch.from_numpy(images)
+
+    def _text_of_each_step(self, spec: EnvSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """The instructions `[I, L]` of all datasets as UTF-8, and the index of each step `[F]`."""
+        rows, indices, (length,) = [], [], spec.observation["instruction"][0]
+        for demos, steps in zip(self.demonstrations, np.diff(self._starts), strict=True):
+            indices.append(len(rows) + demos.dataset.columns["task_index"][:steps])
+            for text in map(str.encode, demos.instructions):
+                if len(text) > length:
+                    has = f"the instruction {text.decode()[:40]!r}... has {len(text)} bytes"
+                    raise DatasetError(f"'{demos.path}': {has}, the env's observation/instruction holds {length}")
+                rows.append(np.frombuffer(text.ljust(length, b"\0"), np.uint8))
+        return torch.from_numpy(np.stack(rows)), torch.from_numpy(np.concatenate(indices).astype(np.int64))
 
     def _task_of_each_step(self, spec: EnvSpec) -> torch.Tensor:
         """`[F]`: indices into spec.instructions, matched by text, because each dataset has its own numbering."""

@@ -24,9 +24,9 @@ from sparring.data.lerobot import (
     parquet,
     point_statistics,
 )
-from sparring.demos.plan import Plan, entry_names
+from sparring.demos.expert_env import ExpertEnv
+from sparring.demos.plan import Plan, image_shapes
 from sparring.envs.backend import Arrays
-from sparring.envs.tabletop.backend import Tabletop
 from sparring.errors import UserError
 from sparring.processes.files import flush, write_whole
 from sparring.processes.manifest import MANIFEST, damage, entry, read_manifest, write_manifest
@@ -51,8 +51,8 @@ class EpisodeBlock:
 
     folder: Path
     number: int
-    # "number", "seed", "task", "success", "length": [K]; "state", "privileged", "action": [F, D]; "points": [F, P, 6];
-    # "reward": [F]; "pixels/<camera>": [K, 3, 256], see pixel_counts
+    # "number", "seed", "task", "instruction", "success", "length": [K]; "state", "privileged", "action": [F, D];
+    # "points": [F, P, 6]; "reward": [F]; "pixels/<camera>": [K, 3, 256], see pixel_counts
     numbers: Arrays
 
     @classmethod
@@ -102,19 +102,19 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
     (output / MANIFEST).unlink(missing_ok=True)
     for name in PARTS:
         shutil.rmtree(output / name, ignore_errors=True)
-    env = Tabletop(plan.env, len(plan.env.task), plan.max_episode_steps)
-    fps, cameras = int(env.spec.control_hz), plan.env.cameras
+    env = plan.make_env(len(plan.tasks))
+    fps, shapes = int(env.spec.control_hz), image_shapes(env.spec)
     kept = _pick(blocks, episodes)
-    phrases = [env.spec.instructions[episode.number("task")] for episode in kept]
+    phrases = [str(episode.number("instruction")) for episode in kept]
     # in the order of the env, without duplicates: tasks that differ only in their start states share instructions
-    instructions = [text for text in dict.fromkeys(env.spec.instructions) if text in phrases]
+    instructions = [text for text in dict.fromkeys([*env.spec.instructions, *phrases]) if text in phrases]
     columns = _columns(kept, fps, np.array([instructions.index(text) for text in phrases]))
-    pixels = {_video_key(name): np.stack([episode.number(f"pixels/{name}") for episode in kept]) for name in cameras}
+    pixels = {_video_key(name): np.stack([episode.number(f"pixels/{name}") for episode in kept]) for name in shapes}
     for file, group in groupby(kept, lambda episode: episode.file):
         of_file = list(group)
         rows = slice(of_file[0].first, of_file[-1].first + of_file[-1].length)
         _write_table(output / _DATA.format(**_place(file)), {name: values[rows] for name, values in columns.items()})
-        for camera in cameras:
+        for camera in shapes:
             path = output / _VIDEO.format(video_key=_video_key(camera), **_place(file))
             path.parent.mkdir(parents=True, exist_ok=True)
             _join(path, of_file, camera, output / RECORDING)
@@ -125,14 +125,13 @@ def assemble(output: Path, plan: Plan, blocks: list[EpisodeBlock], episodes: int
     # per-episode data without a place in LeRobot's format
     extras: dict[str, Any] = {"episodes_tried": int(kept[-1].number("number")) + 1}
     extras |= {f"episode_{n}s": [int(episode.number(n)) for episode in kept] for n in ("number", "seed")}
-    extras["episode_tasks"] = [env.spec.task_names[episode.number("task")] for episode in kept]
+    extras["episode_tasks"] = [str(episode.number("task")) for episode in kept]
     write_json(output / "meta/sparring.json", plan.settings() | extras)
-    robot = "sparring_arm" if len(env.mounts) == 1 else "sparring_two_arms"
-    info: dict[str, Any] = {"codebase_version": "v3.0", "robot_type": robot, "total_episodes": len(kept)}
+    info: dict[str, Any] = {"codebase_version": "v3.0", "robot_type": env.robot_type, "total_episodes": len(kept)}
     info |= {"total_frames": len(columns["index"]), "total_tasks": len(instructions)}
     info |= {"chunks_size": _FILES_PER_CHUNK, "data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
     info |= {"fps": fps, "splits": {"train": f"0:{len(kept)}"}, "data_path": _DATA}
-    info |= {"video_path": _VIDEO if cameras else None, "features": _features(env, columns, plan, fps)}
+    info |= {"video_path": _VIDEO if shapes else None, "features": _features(env, columns, plan, fps)}
     env.close()
     for name in PARTS:
         if (output / name).exists():
@@ -191,20 +190,19 @@ def _columns(kept: list[_Episode], fps: int, tasks: np.ndarray) -> Arrays:
     return columns | {"task_index": np.repeat(tasks, lengths)}
 
 
-def _features(env: Tabletop, columns: Arrays, plan: Plan, fps: int) -> dict[str, Any]:
+def _features(env: ExpertEnv, columns: Arrays, plan: Plan, fps: int) -> dict[str, Any]:
     # points have named axes, like images
-    names = entry_names(env) | {POINTS: ["points", "x_y_z_r_g_b"]}
+    names = env.names | {POINTS: ["points", "x_y_z_r_g_b"]}
     features: dict[str, Any] = {
         name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": names.get(name)}
         for name, values in columns.items()
     }
-    size = plan.env.image_size
-    for camera in plan.env.cameras:
+    for camera, (height, width) in image_shapes(env.spec).items():
         features[_video_key(camera)] = {
             "dtype": "video",
-            "shape": [size, size, 3],
+            "shape": [height, width, 3],
             "names": ["height", "width", "channels"],
-            "info": {"video.height": size, "video.width": size, "video.codec": video.CODEC}
+            "info": {"video.height": height, "video.width": width, "video.codec": video.CODEC}
             | {"video.pix_fmt": plan.pixel_format, "video.is_depth_map": False, "video.fps": fps}
             | {"video.channels": 3, "has_audio": False},
         }

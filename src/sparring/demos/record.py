@@ -26,13 +26,12 @@ from typing import Any
 import numpy as np
 
 from sparring.config.text import flatten
+from sparring.contract import EnvSpec
 from sparring.data.lerobot import INFO, RECORDING, parquet, pixel_counts, read_dataset, read_json
 from sparring.data.video import encode, find_ffmpeg
 from sparring.demos.assemble import PARTS, EpisodeBlock, assemble, write_json
-from sparring.demos.plan import Plan
+from sparring.demos.plan import Plan, image_shapes
 from sparring.envs.backend import Arrays, EpisodeSeeds
-from sparring.envs.tabletop.backend import Tabletop
-from sparring.envs.tabletop.experts import Expert
 from sparring.errors import UserError
 from sparring.processes.child import usable_cores
 from sparring.processes.files import flush, refuse_links_out, refuse_special
@@ -53,9 +52,10 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
     # missing packages and experts raise here, before anything is written and before workers start
     parquet()
     find_ffmpeg()
-    env = Tabletop(plan.env, len(plan.env.task), plan.max_episode_steps)
-    Expert(env)
+    env = plan.make_env(len(plan.tasks))
+    spec = env.spec
     env.close()
+    robots = plan.robots(spec)
     extras = output / "meta/sparring.json"
     # a complete dataset is never changed; earlier versions wrote no manifest
     if (output / INFO).exists() and ((output / MANIFEST).exists() or not (output / RECORDING / _SETTINGS).exists()):
@@ -69,8 +69,8 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
         return saved
     console = Console(quiet=quiet)
     try:
-        with _held(output / RECORDING, plan) as folder:
-            needed = _record_blocks(plan, episodes, folder, workers, console)
+        with _held(output / RECORDING, plan, robots) as folder:
+            needed = _record_blocks(plan, spec, episodes, folder, workers, console)
             assemble(output, plan, _read_blocks(folder, needed), episodes)
         shutil.rmtree(output / RECORDING)
     except OSError as error:
@@ -80,17 +80,18 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
     return json.loads(extras.read_text())
 
 
-def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, console: Console) -> int:
+def _record_blocks(plan: Plan, spec: EnvSpec, episodes: int, folder: Path, workers: int, console: Console) -> int:
     """Record blocks until the first blocks hold enough episodes; returns the number of these blocks."""
+    robots, steps = plan.robots(spec), spec.max_episode_steps
     kept = _recorded_before(folder)
     found, doing = sum(kept.values()), "resuming" if kept else "compiling and recording the first episodes"
-    console.progress(min(found / episodes, 1), len(kept) * plan.robots * plan.steps, doing)
+    console.progress(min(found / episodes, 1), len(kept) * robots * steps, doing)
     with _recorders(plan, folder, workers) as start:
         running: set[Future] = set()
         next_block, room_checked = 0, False
         while (needed := _first_enough(kept, episodes)) is None:
             # do not start a block that is probably not needed
-            while not running or (len(running) < workers and found + len(running) * plan.robots < episodes):
+            while not running or (len(running) < workers and found + len(running) * robots < episodes):
                 if next_block not in kept:
                     running.add(start(next_block))
                 next_block += 1
@@ -101,14 +102,18 @@ def _record_blocks(plan: Plan, episodes: int, folder: Path, workers: int, consol
                     process.kill()
                 raise UserError(f"no worker process has recorded a block in {_BLOCK_S:g} seconds; try fewer --workers")
             kept.update(future.result() for future in done)
-            found, tried = sum(kept.values()), len(kept) * plan.robots
+            found, tried = sum(kept.values()), len(kept) * robots
             if not found and tried >= _MOST_FAILURES:
+                mode = getattr(plan.env, "control_mode", None)
+                how = ", ".join(
+                    [*([f"control mode {mode}"] if mode else []), f"noise {plan.noise:g}", f"{steps} steps"]
+                )
+                another = "another --control-mode, " if mode else ""
                 raise UserError(
-                    f"the expert failed in all of {tried} episodes of {', '.join(plan.env.task)} (control mode "
-                    f"{plan.env.control_mode}, noise {plan.noise:g}, {plan.steps} steps); try another --control-mode, "
+                    f"the expert failed in all of {tried} episodes of {', '.join(plan.tasks)} ({how}); try {another}"
                     "less --noise or a larger rollout.max_episode_steps"
                 )
-            console.progress(min(found / episodes, 1), tried * plan.steps, _progress(found, tried, episodes))
+            console.progress(min(found / episodes, 1), tried * steps, _progress(found, tried, episodes))
             if found and not room_checked:
                 _refuse_without_room(folder, found, episodes)
                 room_checked = True
@@ -174,7 +179,7 @@ def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
         with ThreadPoolExecutor(1) as pool:
             yield lambda number: pool.submit(recorder, number)
         return
-    if not plan.env.threads:
+    if getattr(plan.env, "threads", None) == 0:
         plan = replace(plan, env=plan.env.model_copy(update={"threads": usable_cores(workers)}))
     try:
         # a forked process would inherit the threads of simulator and numba in an unknown state
@@ -190,16 +195,21 @@ class _BlockRecorder:
 
     def __init__(self, plan: Plan, folder: Path):
         self._plan, self._folder = plan, folder
-        self._env = Tabletop(plan.env, plan.robots, plan.max_episode_steps)
-        self._expert = Expert(self._env, plan.noise, plan.seed)
+        # made for one robot first: how many play together depends on the spec
+        env = plan.make_env(len(plan.tasks))
+        self._robots = plan.robots(env.spec)
+        env.close()
+        self._env = plan.make_env(self._robots)
         self._vectors = [name for name in ("state", "privileged", "points") if name in self._env.spec.observation]
 
     def __call__(self, number: int) -> tuple[int, int]:
         """Record a block; returns its number and the number of kept episodes."""
-        seeds = EpisodeSeeds(self._plan.seed, first_env=number * self._plan.robots, total_envs=self._plan.robots)
-        tracks, lengths, success = self._play(seeds)
+        seeds = EpisodeSeeds(self._plan.seed, first_env=number * self._robots, total_envs=self._robots)
+        tracks, lengths, success, tasks = self._play(seeds)
         kept = np.flatnonzero(success | self._plan.keep_failures)
-        numbers = {"number": seeds.first_env + kept, "task": tracks["task"][0, kept]}
+        numbers = {"number": seeds.first_env + kept}
+        for name, texts in zip(("task", "instruction"), zip(*tasks, strict=True), strict=True):
+            numbers[name] = np.array(texts)[kept]
         numbers |= {"success": success[kept], "length": lengths[kept]}
         numbers["seed"] = np.array([seeds(int(row), 0) for row in kept], np.int64)
         for name in (*self._vectors, "action", "reward"):
@@ -209,24 +219,28 @@ class _BlockRecorder:
         self._write(number, numbers, tracks, lengths, kept)
         return number, len(kept)
 
-    def _play(self, seeds: EpisodeSeeds) -> tuple[Arrays, np.ndarray, np.ndarray]:
-        """Play one episode per robot: observations, actions and rewards `[T, N, ...]`; lengths and successes `[N]`."""
-        env, steps = self._env, self._env.spec.max_episode_steps
+    def _play(self, seeds: EpisodeSeeds) -> tuple[Arrays, np.ndarray, np.ndarray, list[tuple[str, str]]]:
+        """Play one episode per robot: observations, actions and rewards `[T, N, ...]`; lengths and successes `[N]`;
+        task and instruction of each robot."""
+        env, steps, robots = self._env, self._env.spec.max_episode_steps, self._robots
         shapes = env.spec.observation | {"action": ((env.spec.action_dim,), "float32"), "reward": ((), "float32")}
-        tracks = {name: np.empty((steps, env.num_envs, *shape), dtype) for name, (shape, dtype) in shapes.items()}
-        lengths, success = np.zeros(env.num_envs, np.int64), np.zeros(env.num_envs, bool)
+        tracks = {name: np.empty((steps, robots, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        lengths, success = np.zeros(robots, np.int64), np.zeros(robots, bool)
         observation = env.reset(seeds)
+        tasks = env.tasks(observation)
         for t in range(steps):
             # record the float32 that the robots execute
-            action = self._expert().astype(np.float32)
+            action = env.expert().astype(np.float32)
             step = env.step(action)
             for name, values in (observation | {"action": action[:, 0], "reward": step.reward[:, 0]}).items():
                 tracks[name][t] = values
-            # with several tasks, robots with shorter episodes start another one, which is not recorded
+            # robots with shorter episodes start another one, which is not recorded
             first = step.ended[lengths[step.ended] == 0]
             lengths[first], success[first] = t + 1, step.success[first]
+            if lengths.all():
+                break
             observation = step.observation
-        return tracks, lengths, success
+        return tracks, lengths, success, tasks
 
     def _write(self, number: int, numbers: Arrays, tracks: Arrays, lengths: np.ndarray, kept: np.ndarray) -> None:
         block = EpisodeBlock(self._folder, number, numbers)
@@ -234,7 +248,7 @@ class _BlockRecorder:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         fps = int(self._env.spec.control_hz)
-        for camera in self._plan.env.cameras:
+        for camera in image_shapes(self._env.spec):
             counts = np.zeros((len(kept), 3, 256), np.int64)
             for k, row in enumerate(kept):
                 # [T, 3, H, W] -> [T, H, W, 3]
@@ -264,7 +278,7 @@ def _record(number: int) -> tuple[int, int]:
 
 
 @contextmanager
-def _held(folder: Path, plan: Plan) -> Iterator[Path]:
+def _held(folder: Path, plan: Plan, robots: int) -> Iterator[Path]:
     """The folder of a recording, locked for this process; refuses settings other than its first ones."""
     settings, output = folder / _SETTINGS, folder.parent
     there = [name for name in PARTS if (output / name).exists()]
@@ -280,7 +294,7 @@ def _held(folder: Path, plan: Plan) -> Iterator[Path]:
         except BlockingIOError:
             raise UserError(f"'{output}' is being recorded by another process; wait for it") from None
         # the number of robots belongs to the settings: it determines the episodes of a block
-        now = plan.settings() | {"robots": plan.robots}
+        now = plan.settings() | {"robots": robots}
         if settings.exists():
             _refuse_other_settings(output, read_json(settings), now)
         else:

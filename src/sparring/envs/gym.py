@@ -64,6 +64,10 @@ class _ActionMap:
         flat = list((self._indices if self.discrete else self._box)(action.reshape(-1, self.dim)))
         return [flat[start : start + chunk] for start in range(0, len(flat), chunk)]
 
+    def encode(self, action: np.ndarray) -> np.ndarray:
+        """Convert a continuous action of the env to `[A]` in [-1, 1]."""
+        return ((np.asarray(action, np.float64) - self._center) / np.where(self._scale, self._scale, 1)).ravel()
+
     def _indices(self, action: np.ndarray) -> np.ndarray:
         index = np.rint(action[:, 0])
         valid = (index >= 0) & (index < self.discrete)

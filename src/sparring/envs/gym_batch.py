@@ -22,7 +22,7 @@ class SerialBackend:
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs = num_envs
         self._batch = GymBatch(config, range(num_envs), max_episode_steps)
-        self.spec = self._batch.spec
+        self.spec, self.robots = self._batch.spec, self._batch.robots
         self._arrays = StepArrays.allocate(self.spec, num_envs, chunk=1)
         self.record, self.render, self.no_picture = self._batch.record, self._batch.render, self._batch.no_picture
         self.state, self.set_state, self.close = self._batch.state, self._batch.set_state, self._batch.close

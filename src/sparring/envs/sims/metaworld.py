@@ -78,6 +78,7 @@ def make(
     cameras: list[str] | str = (),  # type: ignore[assignment]
     image_size: int = 64,
     state: Literal["full", "robot"] = "full",
+    reward: Literal["dense", "sparse"] = "dense",
     render_mode: str = "rgb_array",
 ) -> "MetaWorld":
     tasks = SETS.get(name, (name,))
@@ -88,16 +89,27 @@ def make(
         raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; Meta-World has {', '.join(CAMERAS)}")
     if state not in ("full", "robot"):
         raise UserError(f"env.kwargs.state={state!r}; expected full (with objects and goal) or robot")
-    return MetaWorld(tasks, cameras, int(image_size), state == "full", render_mode)
+    if reward not in ("dense", "sparse"):
+        raise UserError(f"env.kwargs.reward={reward!r}; expected dense or sparse (1 at the first success, the end)")
+    return MetaWorld(tasks, cameras, int(image_size), state == "full", reward == "sparse", render_mode)
 
 
 class MetaWorld(gymnasium.Env):
-    """Success: the task was solved at some step of the episode, as in Meta-World's own evaluation."""
+    """Success: the task was solved at some step of the episode, as in Meta-World's own evaluation. With a sparse reward
+    the episode ends there."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 80}
     max_episode_steps = 500
 
-    def __init__(self, tasks: tuple[str, ...], cameras: list[str], image_size: int, full: bool, render_mode: str):
+    def __init__(
+        self,
+        tasks: tuple[str, ...],
+        cameras: list[str],
+        image_size: int,
+        full: bool,
+        sparse: bool,
+        render_mode: str,
+    ):
         try:
             from metaworld.env_dict import ALL_V3_ENVIRONMENTS
         except ModuleNotFoundError as error:
@@ -106,7 +118,7 @@ class MetaWorld(gymnasium.Env):
         # its experts answer with actions above 1, which the env clips
         warnings.filterwarnings("ignore", message="Constant", module="metaworld")
         self._make, self._tasks, self._cameras, self._full = ALL_V3_ENVIRONMENTS.get, tasks, cameras, full
-        self.render_mode, self._size = render_mode, image_size
+        self.render_mode, self._size, self._sparse = render_mode, image_size, sparse
         self._envs: dict[str, Any] = {}  # task -> its env, made when it is first drawn
         self._drawn: dict[tuple[str, int], Cameras] = {}
         self.task, self._succeeded = tasks[0], False
@@ -128,7 +140,9 @@ class MetaWorld(gymnasium.Env):
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
         state, reward, _, _, info = self._env.step(action)
         self._succeeded |= bool(info["success"])
-        return self._observed(state), float(reward), False, False, {"success": self._succeeded}
+        ends = self._sparse and self._succeeded
+        reward = float(ends) if self._sparse else float(reward)
+        return self._observed(state), reward, ends, False, {"success": self._succeeded}
 
     def expert_action(self) -> np.ndarray:
         """The action of Meta-World's scripted policy in the current state, clipped to [-1, 1]."""
