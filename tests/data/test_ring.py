@@ -271,7 +271,7 @@ def test_the_newest_rollout_is_copied_once_and_added_columns_are_dropped_with_it
     assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [4, 5]
 
 
-def test_a_transition_must_have_what_the_first_one_had():
+def test_a_transition_must_have_the_keys_of_the_first_one():
     ring, stream = VLABuffer(4), Stream(2)
     ring.add(stream.step())
     with pytest.raises(KeyError, match="has no action, next/reward; earlier ones had"):

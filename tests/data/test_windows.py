@@ -107,7 +107,7 @@ def test_windows_of_the_newest_episodes_are_drawn_uniformly(tmp_path):
     assert all(400 <= times <= 600 for times in counts.values())
     store.append(numbered_episode(4, 3))
     assert {row[0][0] for row in steps_of(windows.sample(200, generator()))} == {3, 4}
-    # fewer than asked for: all of them
+    # if there are fewer: all of them
     everything = ShuffledWindows(store, 1, keys=IDENTIFYING, newest=99).sample(400, generator())
     assert {row[0][0] for row in steps_of(everything)} == {0, 1, 2, 3, 4}
 

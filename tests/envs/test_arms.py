@@ -150,7 +150,7 @@ def test_layout_of_two_arms():
     assert list(observe.layout(objects=1))[:2] == ["joints", "fingers"] and len(observe.scales(objects=1)) == 51
 
 
-def test_state_holds_what_its_layout_says():
+def test_the_state_follows_its_layout():
     env, _ = _tabletop(4, task="lift_tray_d2", control_mode="delta_ee")
     for action in _actions(env, 10):
         state = env.step(action).observation["state"]
@@ -325,7 +325,7 @@ def test_starts_are_in_their_ranges_and_use_them(task):
 
 
 @pytest.mark.parametrize("name", ["lift_tray_d2", "handover_d2"])
-def test_the_widest_distribution_covers_60_percent_of_what_can_be_reached(name):
+def test_the_widest_distribution_covers_60_percent_of_the_reachable_area(name):
     task = find(name)
     area, everywhere = task.tray if "tray" in name else task.bar, Area((-0.5, 0.5), (-0.55, 0.55))
     whole, rng = replace(task, reach=REACHABLE), np.random.default_rng(0)

@@ -105,7 +105,7 @@ def test_reach_has_no_cube():
     assert find("lift_d2").scene.compile().nq == 15
 
 
-def test_state_holds_what_its_layout_says():
+def test_the_state_follows_its_layout():
     env, _ = _tabletop(4, task="push_d2", control_mode="delta_ee_pos")
     for action in _actions(env, 10):
         state = env.step(action).observation["state"]
@@ -215,7 +215,7 @@ def test_starts_stay_in_their_ranges_and_use_them(task):
     assert np.abs(yaw).max() <= find(task).yaw + 1e-9 and np.ptp(yaw) >= 1.8 * find(task).yaw
 
 
-def test_the_widest_distribution_covers_60_percent_of_what_can_be_reached():
+def test_the_widest_distribution_covers_60_percent_of_the_reachable_area():
     # the hand touches the table, pointing down, between 10 and 53 cm from the base, up to 2.6 rad to the side
     x, y = np.meshgrid(np.linspace(-0.5, 0.5, 201), np.linspace(-0.55, 0.55, 221))
     radius, angle = np.hypot(x + 0.38, y), np.abs(np.arctan2(y, x + 0.38))

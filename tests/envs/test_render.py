@@ -53,7 +53,7 @@ def _background():
 
 
 def _tangents():
-    """Offsets of pixel centres from the middle of the picture, at distance 1."""
+    """Offsets of pixel centres from the image centre, at distance 1."""
     x = (np.arange(SIZE) + 0.5) / SIZE * 2 - 1
     return np.meshgrid(x, -x)
 
@@ -132,7 +132,7 @@ def test_box_shows_its_front_and_its_side():
 def test_plane_has_tiles():
     picture = _picture((PLANE, (1,), (0, 0, -TILE), np.eye(3), RED))
     bright = AMBIENT + SKY + SUN * TO_SUN[2]
-    # at distance one tile each quadrant of the picture is one tile
+    # at distance one tile each quadrant of the image is one tile
     even, odd = picture[10, 60], picture[10, 10]
     assert even[0] == round(255 * 0.9 * bright) and odd[0] == round(255 * 0.9 * bright * (1 - TILE_CONTRAST))
 

@@ -53,7 +53,7 @@ def test_the_spec_matches_the_observations():
     assert env.spec.observation["state"][0] == (36,) and hidden.spec.observation["state"][0] == (30,)
 
 
-def test_state_holds_what_its_layout_says():
+def test_the_state_follows_its_layout():
     env, observation = _tabletop()
     state = env.step(np.ones((3, 1, 7))).observation["state"]
     qpos = env._world._groups[0].physics.qpos(np.arange(3))

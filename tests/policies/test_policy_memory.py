@@ -36,10 +36,10 @@ from sparring.runs.run import Run
 
 def memories(traces, *observations):
     """The memory before each observation and after the last."""
-    memories = [torch.zeros(1, 1 + len(traces.rates))]
+    rows = [torch.zeros(1, 1 + len(traces.rates))]
     for numbers in observations:
-        memories.append(traces(memories[-1], torch.tensor([numbers])))
-    return torch.cat(memories)
+        rows.append(traces(rows[-1], torch.tensor([numbers])))
+    return torch.cat(rows)
 
 
 def test_a_trace_is_a_mean_at_first_and_an_exponential_average_later():

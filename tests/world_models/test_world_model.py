@@ -207,7 +207,7 @@ def test_each_member_learns_from_other_random_windows_in_each_step(monkeypatch):
     monkeypatch.setattr(token_model, "_mean", lambda values, weight: (weights.append(weight), mean(values, weight))[1])
     for _ in range(20):
         model.loss(batch.clone())
-    # [steps, M, B, T]: the same windows for all losses of a step, and whole windows
+    # [steps, M, B, T]: the same windows for all losses and all time steps
     used = torch.stack([w for i, w in enumerate(weights) if i % (len(weights) // 20) == 0])
     assert used.shape == (20, 3, 40, 2) and torch.equal(used[..., 0], used[..., 1])
     assert 0.72 < float(used.mean()) < 0.78
