@@ -2,7 +2,7 @@
 
 No run is faster than its busiest resource, and no stage is faster than with the complete machine. Hence
 
-    largest speedup = synchronous time / max(simulate, infer, learn, CPU seconds / cores)
+    bound (largest speedup) = synchronous time / max(simulate, infer, learn, CPU seconds / cores)
 
 On a GPU, GPU seconds are another term of the maximum (async_vla.py). The synchronous time is that of the fastest of
 several settings, including groups of robots, which overlap simulation and inference. Each term of the maximum is its

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS_WITH_EXPERT, default=TASKS_WITH_EXPERT, metavar="TASK")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="standard deviations of action noise")
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="standard deviation of action noise")
     parser.add_argument("--control-mode", nargs="+", choices=CONTROLS, default=[None], metavar="MODE")
     parser.add_argument("--dry-run", action="store_true", help="print only")
     arguments = parser.parse_args()

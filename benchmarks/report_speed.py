@@ -1,6 +1,6 @@
 """How long does `sparring report` take for a million lines, with how much memory, and how long a refresh of `watch`?
 
-    python benchmarks/report_speed.py [--quick]    # targets: report 10 s and 1 GB on one core, refresh 100 ms
+python benchmarks/report_speed.py [--quick]    # targets: report 10 s and 1 GB on one core, refresh 100 ms
 """
 
 import argparse
