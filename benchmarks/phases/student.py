@@ -58,12 +58,12 @@ def judge(run, config) -> dict:
 
 
 def verdict(run: dict) -> dict:
-    explored, paid = run["explored"], run["paid"]
+    explored, reward = run["explored"], run["paid"]
     noise = [values for who, values in explored.items() if who.startswith("coloured")]
     best = {name: max(values[name] for values in noise) for name in ("contact", "object_voxels")}
     mine = explored["policy"]
     return {
-        "reward rises": paid["last"] > paid["first"],
+        "reward rises": reward["last"] > reward["first"],
         "contact": mine["contact"] >= CONTACT,
         "contact ratio": mine["contact"] >= CONTACT_RATIO * best["contact"],
         "coverage ratio": mine["object_voxels"] >= COVERAGE_RATIO * best["object_voxels"],
@@ -78,11 +78,11 @@ def summary(runs: dict[str, dict]) -> str:
         for who, e in run["explored"].items():
             numbers = f"{e['contact']:.1%}", e["voxels"], e["object_voxels"], f"{e['state_entropy']:.2f}"
             rows.append((*head, who, *numbers))
-        paid = run["paid"]
+        reward = run["paid"]
         judged = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in verdict(run).items())
         hands = max(e["voxels"] for who, e in run["explored"].items() if who.startswith("coloured"))
         judged += f"; voxels of hands {run['explored']['policy']['voxels'] / hands:.1f} times the best noise's"
-        lines.append(f"{run['problem']} {run['seed']}: reward {paid['first']:.2f} -> {paid['last']:.2f}; {judged}")
+        lines.append(f"{run['problem']} {run['seed']}: reward {reward['first']:.2f} -> {reward['last']:.2f}; {judged}")
     return "\n".join([report.table(rows), *lines])
 
 
