@@ -221,7 +221,7 @@ def kill_run(
     return _compare(reference[0], output, case.equal, result)
 
 
-def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: random.Random) -> None:
+def _wait(process: subprocess.Popen, output: Path, how: str, duration: float, rng: random.Random) -> None:
     """Wait until the instant of a kill, or the end of the process."""
     if how == "nowhere":
         with suppress(subprocess.TimeoutExpired):
@@ -230,7 +230,7 @@ def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: 
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return
-    deadline = time.monotonic() + (rng.uniform(0.05, 0.6 * whole) if how == "anywhere" else HANG_S)
+    deadline = time.monotonic() + (rng.uniform(0.05, 0.6 * duration) if how == "anywhere" else HANG_S)
     skipped, seen = rng.randrange(2) if how == "saving" else 0, False
     while process.poll() is None and time.monotonic() < deadline:
         now = how == "saving" and _is_saving(output)

@@ -52,7 +52,7 @@ class Seconds:
     update: float
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.collect + self.update
 
 
@@ -159,9 +159,9 @@ class FreeEnv:
         (size,), _ = like.observation["state"]
         state = np.random.default_rng(0).standard_normal((num_envs, size)).astype(np.float32)
         self._observation = {"state": state, "task": np.zeros(num_envs, np.int64)}
-        never, nobody = np.zeros(num_envs, bool), np.zeros(0, np.int64)
+        never, no_envs = np.zeros(num_envs, bool), np.zeros(0, np.int64)
         reward, executed = np.zeros((num_envs, 1), np.float32), np.ones(num_envs, np.int64)
-        self._step = Step(self._observation, reward, executed, never, never, never, nobody, {})
+        self._step = Step(self._observation, reward, executed, never, never, never, no_envs, {})
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
         return self._observation

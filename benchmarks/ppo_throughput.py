@@ -43,18 +43,18 @@ class Side:
 
         def seconds(threads: int) -> float:
             self.threads = threads
-            return min(self.once().whole for _ in range(2))
+            return min(self.once().total for _ in range(2))
 
         self.threads = min({1, CORES}, key=seconds)
 
     def numbers(self, env_steps: int) -> dict:
-        whole = statistics.median(t.whole for t in self.times)
+        total = statistics.median(t.total for t in self.times)
         return {
-            "steps_per_second": round(env_steps / whole, 1),
-            "collect_share": round(statistics.median(t.collect / t.whole for t in self.times), 3),
+            "steps_per_second": round(env_steps / total, 1),
+            "collect_share": round(statistics.median(t.collect / t.total for t in self.times), 3),
             "collect_seconds": round(statistics.median(t.collect for t in self.times), 4),
             "update_seconds": round(statistics.median(t.update for t in self.times), 4),
-            "seconds": [round(t.whole, 4) for t in self.times],
+            "seconds": [round(t.total, 4) for t in self.times],
             "torch_threads": self.threads,
         }
 

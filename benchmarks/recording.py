@@ -160,8 +160,8 @@ def take_turns(settings: dict, rounds: int, cores: int) -> dict[str, dict]:
 
 def _compared(clock: str, rounds: list[dict[bool, dict[str, float]]]) -> dict:
     on, off = (statistics.fmean(turn[recorded][clock] for turn in rounds) for recorded in (True, False))
-    whole = "thread" if clock == "calls" else clock
-    adds = [(turn[True][clock] - turn[False][clock]) / turn[False][whole] for turn in rounds]
+    base = "thread" if clock == "calls" else clock
+    adds = [(turn[True][clock] - turn[False][clock]) / turn[False][base] for turn in rounds]
     error = statistics.stdev(adds) / len(adds) ** 0.5 if len(adds) > 1 else 0.0
     result = {"on_s": round(on, 2), "off_s": round(off, 2), "adds": round(statistics.fmean(adds), 4)}
     return result | {"error": round(error, 4), "each": [round(share, 4) for share in adds]}

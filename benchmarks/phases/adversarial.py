@@ -103,8 +103,8 @@ def figures(run: dict) -> dict[str, float]:
     """Relative differences: below the teacher, below `noise`, above on random data, below collection time."""
     earlier = run["generations"][:-1] or run["generations"]
     decisions = sum(found["decisions"] for found in earlier)
-    everybody = ("teacher", "then", "sparring", "noise")
-    mean = {who: sum(f[who] * f["decisions"] for f in earlier) / decisions for who in everybody}
+    sides = ("teacher", "then", "sparring", "noise")
+    mean = {who: sum(f[who] * f["decisions"] for f in earlier) / decisions for who in sides}
     return {
         "down": 1 - mean["sparring"] / mean["teacher"],
         "better": 1 - mean["sparring"] / mean["noise"],
