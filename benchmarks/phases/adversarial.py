@@ -109,7 +109,7 @@ def figures(run: dict) -> dict[str, float]:
         "down": 1 - mean["sparring"] / mean["teacher"],
         "better": 1 - mean["sparring"] / mean["noise"],
         "up": run["random"]["sparring"] / run["random"]["teacher"] - 1,
-        "since played": 1 - mean["sparring"] / mean["then"],
+        "since collection": 1 - mean["sparring"] / mean["then"],
     }
 
 
@@ -125,7 +125,7 @@ def summary(runs: dict[str, dict]) -> str:
         got = figures(run)
         met = {"down": got["down"] >= DOWN, "better": got["better"] >= BETTER, "up": got["up"] <= UP}
         text = ", ".join(f"{name} {got[name]:+.1%} {'met' if met[name] else 'MISSED'}" for name in met)
-        text += f", down since played {got['since played']:+.1%}"
+        text += f", down since collection {got['since collection']:+.1%}"
         minutes = ", ".join(f"{who} {record['cpu_seconds'] / 60:.1f}" for who, record in run["runs"].items())
         lines.append(f"seed {run['seed']}: {text}; CPU minutes: {minutes}")
     return "\n".join([report.table(rows), *lines])

@@ -114,7 +114,7 @@ def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
     }
     if twin is not None:
         mine, theirs = (_hidden(one, "head")["prediction"] for one in (run, twin))
-        met[f"hidden objects, {1 - mine / theirs:+.1%} vs no memory"] = mine < theirs
+        met[f"hidden objects ({1 - mine / theirs:+.1%} vs no memory)"] = mine < theirs
     return met
 
 
