@@ -46,16 +46,16 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(tmp_path, monkeyp
     monkeypatch.setattr(preloaded.Popen, "server", preloaded.start_server(), raising=False)
     short = chaos_kills.Case([*chaos_writes.CASES["finetune"], "training.iterations=30"])
     monkeypatch.setitem(chaos_kills.CASES, "short", short)
-    reference = chaos_kills.undisturbed("short", tmp_path, tmp_path)
-    found = chaos_kills.killed(short, tmp_path / "killed", reference, tmp_path, random.Random(1), 2, ("saving",))
+    reference = chaos_kills.run_reference("short", tmp_path, tmp_path)
+    found = chaos_kills.kill_run(short, tmp_path / "killed", reference, tmp_path, random.Random(1), 2, ("saving",))
     assert found["kills"] == found["resumes"] == 2
     assert chaos_kills.is_fine(found), found
 
 
 @pytest.mark.parametrize("name", ["half-open requests", "paths"])
 def test_an_attack_on_the_server_keeps_nobody_out(tmp_path, name):
-    run = chaos_server.watched(tmp_path)
-    found = chaos_server.attacked(run, chaos_server.ATTACKS[name], seconds=2, seed=0)
+    run = chaos_server.make_watched_run(tmp_path)
+    found = chaos_server.run_attack(run, chaos_server.ATTACKS[name], seconds=2, seed=0)
     assert found["verdict"] == "served" and found["requests"] > 5, found
 
 
