@@ -28,7 +28,7 @@ def test_whatever_write_of_a_save_fails_or_is_the_last_a_checkpoint_is_left_and_
     library = write_faults.build(tmp_path)
     if library is None:
         pytest.skip("needs Linux and a C compiler")
-    words = [sys.executable, chaos_writes.__file__, "finetune", str(tmp_path), "0", "kill", "ENOSPC"]
+    words = [sys.executable, chaos_writes.__file__, "finetune", str(tmp_path), "0", "0", "1", "kill", "ENOSPC"]
     environment = os.environ | {"LD_PRELOAD": str(library)}
     done = subprocess.run(
         words, input="\n" * 2 * POINTS, env=environment, stdout=subprocess.PIPE, text=True, check=True
