@@ -115,7 +115,7 @@ def trained(tmp_path_factory):
         shutil.copytree(folder / "outputs/demos/lift_d0", folder / "outputs/demos" / name)
     for name, options in (
         ("lift_20", ["lift_d0"]),
-        ("stack_10", ["stack_d0"]),
+        ("stack_10", ["stack_d0", "--control-mode", "delta_ee_pos"]),
         ("stack_d0", ["stack_d0", "--control-mode", "delta_ee_pos"]),
     ):
         demos = ["demos", *options, "--episodes", "2", "env.threads=1"]
