@@ -23,7 +23,11 @@ NAMES = {
     "policy_loss": ("train/policy_loss", "Clipped policy loss, averaged over the minibatches of an update."),
     "value_loss": ("train/value_loss", "Squared error of the critic, without its coefficient."),
     "entropy": ("train/entropy", "Entropy of a decision, in nats; it can be negative for continuous actions."),
-    "approx_kl": ("train/approx_kl", "KL divergence from the policy before the update, in nats (k3 estimate)."),
+    "approx_kl": (
+        "train/approx_kl",
+        "Estimated KL divergence (k3) from the policy at the start of the update to the learning policy, in nats; with "
+        "correction=none, from the policy that collected the data.",
+    ),
     "clip_fraction": ("train/clip_fraction", "Share of the importance ratios that were clipped."),
     "explained_variance": (
         "train/explained_variance",
@@ -119,7 +123,7 @@ NAMES = {
     "learner_wait_seconds": ("perf/learner_wait_seconds", "Time that the learner waits for a rollout."),
     "actor_idle": ("perf/actor_idle", "Share of the time that the actor process waits."),
     "learner_idle": ("perf/learner_idle", "Share of the time that the learner waits."),
-    "queue_depth": ("perf/queue_depth", "Number of rollouts that wait when the learner takes one."),
+    "queue_depth": ("perf/queue_depth", "Number of rollouts that are still waiting when the learner takes one."),
     "staleness": ("perf/staleness", "Staleness of a rollout, in policy versions, when the learner takes it."),
     "staleness_mean": ("perf/staleness_mean", "Mean staleness of the decisions of an update."),
     "staleness_max": ("perf/staleness_max", "Staleness of the oldest decision of an update."),
@@ -154,7 +158,7 @@ EVALUATIONS = {
     "eval/random_contact": "Contact share of the best random baseline.",
     "eval/voxels": "Explorer: 5 cm voxels that a hand reached; `voxels_per_episode`: mean per episode.",
     "eval/object_voxels": "Explorer: 5 cm voxels that objects were moved to; null if the env does not report them.",
-    "eval/state_entropy": "Explorer: entropy of an entry of the state in bins of 0.1, mean over the entries, in nats.",
+    "eval/state_entropy": "Explorer: entropy of a state entry in bins of 0.1, averaged over the entries, in nats.",
 }
 
 
