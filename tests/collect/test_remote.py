@@ -110,7 +110,7 @@ def test_with_staleness_0_it_is_what_sync_is_bit_for_bit(tmp_path, way):
     assert len(lines(tmp_path / "sync")) == 5
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_forked")
 def test_so_it_is_in_groups(tmp_path):
     sync = trained(config_in(tmp_path / "sync", groups=2))
     apart = trained(config_in(tmp_path / "async", groups=2, **APART))
@@ -405,7 +405,7 @@ def overlap(spans, one, other) -> float:
     return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a in ours for b in theirs)
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_forked")
 def test_films_come_along(tmp_path):
     more = {"env": {"name": "tabletop", "threads": 1}}
     run = Run(config_in(tmp_path, more, max_episode_steps=6, mode="async", staleness=0))

@@ -112,7 +112,7 @@ def test_a_hang_of_the_env(tmp_path, groups):
     assert_it_goes_on(tmp_path, groups=groups)
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_forked")
 def test_a_stop_while_it_waits_for_weights(tmp_path):
     """It is at no stage then that could last too long."""
 
@@ -315,7 +315,7 @@ def assert_gone(pid: int) -> None:
     pytest.fail(f"process {pid} is still there")
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_forked")
 def test_ctrl_c_saves_and_leaves_nothing(tmp_path):
     learner, actor = learning(tmp_path)
     learner.send_signal(signal.SIGINT)

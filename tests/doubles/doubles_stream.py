@@ -1,4 +1,4 @@
-"""Transitions without an env: every number says when and where it belongs."""
+"""Transitions without an env, whose numbers identify their step and env."""
 
 import torch
 from tensordict import TensorDict

@@ -293,7 +293,7 @@ def test_an_env_is_drawn_no_more_where_there_is_no_opengl(recwarn):
 
 
 def test_an_env_whose_render_fails_goes_on_and_tells():
-    env = backend("CannotDrawItself")
+    env = backend("RenderRaises")
     env.reset(EpisodeSeeds(0))
     env.record([0])
     assert env.step(chunks()).frames == {}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from doubles_vla import DIMS, STATE, Fussy, Samples, Tied
+from doubles_vla import DIMS, STATE, RaisesInInit, Samples, Tied
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import nn
@@ -370,5 +370,5 @@ def test_indices_that_cannot_be_followed(source, tmp_path):
 
 
 def test_constructors(tmp_path):
-    assert "the constructor failed: ValueError: no" in sentence(None, Fussy, {"action_dim": 3})
-    assert sentence(None, Fussy, {}).endswith("also needs action_dim; set policy.model_config.action_dim")
+    assert "the constructor failed: ValueError: no" in sentence(None, RaisesInInit, {"action_dim": 3})
+    assert sentence(None, RaisesInInit, {}).endswith("also needs action_dim; set policy.model_config.action_dim")

@@ -201,7 +201,7 @@ def test_the_main_rank_alone_logs_and_saves(two_ranks):
     assert len(state["processes"]) == 2
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_forked")
 def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
     command = [sys.executable, "-m", "sparring", "train", "finetune", "--output", str(tmp_path / "run"), "device=cpu"]
     command += ["--envs", "2", "rollout.steps=8", "training.iterations=1", "evaluation.episodes=2", "env.threads=1"]
@@ -214,7 +214,7 @@ def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
     assert alone.returncode == 2 and "use --gpus 2" in alone.stderr and "Traceback" not in alone.stderr
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_forked")
 def test_a_dry_run_of_several_processes_is_told_once_and_warns():
     command = [sys.executable, "-m", "sparring", "train", "finetune", "--dry-run", "rollout", "--gpus", "2"]
     command += ["--envs", "2", "rollout.steps=4", "env.threads=1"]

@@ -20,7 +20,7 @@ STEPS, ROBOTS = 6, 4
 CASES = {
     # the value head learns, as far as anybody knows, and no loss of GRPO reads it
     "no critic_parts": {"critic_parts": ()},
-    "adapters of an unread layer": {"model": "Spare", "lora_r": 2, "critic_parts": ()},
+    "adapters of an unread layer": {"model": "UnusedLayer", "lora_r": 2, "critic_parts": ()},
     "frozen parts": {"frozen": ("vision", "words")},
 }
 # what process 1 holds beside the 24 decisions of process 0
@@ -98,7 +98,7 @@ def _when_ranks_differ(distributed) -> list[str]:
     for ours in (
         {"frozen": () if first else ("joints.bias",)},
         {"frozen": ("joints.bias",) if first else ("joints.weight",)},
-        {"model": "Samples" if first else "Spare"},
+        {"model": "Samples" if first else "UnusedLayer"},
     ):
         with pytest.raises(UserError) as raised:
             GRPO(LEARNING, made(ours, seed=0), distributed)

@@ -8,7 +8,7 @@ import tiny_pi0
 import torch
 from doubles_native import Instructed, make_native
 from parity_cases import Drifting
-from pi0_cases import Told, make
+from pi0_cases import Cameras, make
 from tensordict import TensorDict
 from torch import nn
 
@@ -306,10 +306,10 @@ def test_pi0_is_loaded_and_acts(tmp_path, monkeypatch):
     checkpoint = tiny_pi0.write(tmp_path)
     policy = make(checkpoint, lora_r=2)
     monkeypatch.setattr(policy.model.model.vlm, "forward", run_out)
-    told = sentence(Collector(Env(Told(ROBOTS)), policy, seed=0, chunk=3).collect, RolloutBuffer(2))
+    told = sentence(Collector(Env(Cameras(ROBOTS)), policy, seed=0, chunk=3).collect, RolloutBuffer(2))
     assert "Set rollout.n_envs=2 or less" in told and "policy.precision=bf16 policy.dtype=bf16 (RL" in told
     monkeypatch.setattr(transformers.PI0ForConditionalGeneration, "from_pretrained", run_out)
-    told = sentence(make_policy, PI0PolicyConfig(model_path=str(checkpoint)), Told(1).spec, 3)
+    told = sentence(make_policy, PI0PolicyConfig(model_path=str(checkpoint)), Cameras(1).spec, 3)
     assert told.startswith("out of memory while making the policy (pi0): 300 MiB more were requested and 100 MiB")
 
 

@@ -106,7 +106,7 @@ def test_stopped_after_3_updates_it_goes_on_bit_equal(tmp_path, way):
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("not_forked")
 def test_kill_9_at_update_3_then_the_same_command(tmp_path):
     """A real process, really killed; the metrics file has no line twice."""
     straight = run_to_the_end(config_in(tmp_path / "straight"))
