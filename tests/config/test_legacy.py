@@ -268,8 +268,8 @@ def test_original_rewards_keep_their_meaning(tmp_path, text, expected, phase):
         weights = {name: getattr(rewards, name) for name in TERMS}
         assert (weights.pop("memory_divergence"), weights.pop("prediction_error")) == expected
         assert rewards.divergence == "original" and not any(weights.values())
-    _, seen = schema.configure([*read_settings(file), *required(phase), Setting("phase", phase, "here")], inherit=False)
-    for lines in (notes, seen):
+    _, more = schema.configure([*read_settings(file), *required(phase), Setting("phase", phase, "here")], inherit=False)
+    for lines in (notes, more):
         (line,) = [line for line in lines if line.startswith(f"{phase} has the rewards of the originals: ")]
         assert "rewards.name=original" in line and "unlike there, terms are normalised" in line
         assert line in notes and f"# {line}.\n" in written
@@ -372,7 +372,7 @@ def test_equal_sizes_of_two_networks_are_one_setting(tmp_path):
 
 # config -> the beginning of its one-line error
 REFUSED = {
-    "trainer: {exp_name: x}": "trainer.exp_name (..): the name of a run is that of its folder: set seen",
+    "trainer: {exp_name: x}": "trainer.exp_name (..): the name of a run is that of its folder: set output",
     "trainer: {use_wandb: true}": "trainer.use_wandb (..): set logging.mode=online or offline, logging.project, ",
     "logging: {tags: [x]}": "logging.tags (..): W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, ",
     "logging: {mode: later}": "logging.mode = later (..): expected one of: online, offline, disabled",
