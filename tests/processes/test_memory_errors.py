@@ -248,7 +248,7 @@ def test_optimiser_and_reference_policy(policy, monkeypatch):
     assert "out of memory while allocating gradients: " in error_of(PPO, PPOConfig(), policy)
 
 
-class Samples:
+class Dataset:
     """Demonstrations to sample batches from."""
 
     def __len__(self):
@@ -263,7 +263,7 @@ class Samples:
 def test_imitation():
     def imitating(policy, **settings):
         config = ImitateConfig(batch_size=6, steps_per_update=1, **settings)
-        phase = Imitate(config, Env(Drifting(1)), policy, Samples(), Distributed("cpu"), 0)
+        phase = Imitate(config, Env(Drifting(1)), policy, Dataset(), Distributed("cpu"), 0)
         phase._begin = lambda: None
         return phase
 
