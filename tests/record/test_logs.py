@@ -88,8 +88,8 @@ def test_full_disk_is_reported_once(tmp_path, capsys):
 def test_other_ranks_print_warnings_only(capsys, how, shown):
     RunLog(LoggingConfig(console_level="DEBUG"), **how)
     logger = logging.getLogger("sparring")
-    for log_call, output in ((logger.info, "hello"), (logger.warning, "careful"), (logger.error, "wrong")):
-        log_call(output)
+    for log_call, text in ((logger.info, "hello"), (logger.warning, "careful"), (logger.error, "wrong")):
+        log_call(text)
     assert capsys.readouterr().err == shown
 
 
@@ -166,12 +166,7 @@ def test_status_of_a_finished_run(tmp_path):
     run = Run(config_in(tmp_path))
     assert run.run()
     data = status_in(tmp_path)
-    assert (data["state"], data["why"], data["pid"], data["phase"]) == (
-        "finished",
-        None,
-        os.getpid(),
-        "finetune",
-    )
+    assert (data["state"], data["why"], data["pid"], data["phase"]) == ("finished", None, os.getpid(), "finetune")
     assert data["task"] == "gym:CartPole-v1" and data["best"] is data["last"] is None
     progress = run.phase.progress
     assert data["progress"] == {"updates": 2, "env_steps": 96, "episodes": progress.episodes, "fraction": 1.0}

@@ -302,7 +302,7 @@ def test_video_is_logged_after_it_is_written(tmp_path, monkeypatch):
     videos.prediction(prediction_of(), Progress(1, 1, 1), SPEC)
     videos.finish()
     names = ("rollout_000001_4.mp4", "episode_000001.mp4")
-    assert [message.split(": ")[1] for message, _ in calls] == [str(tmp_path / "videos" / name) for name in names]
+    assert [text.split(": ")[1] for text, _ in calls] == [str(tmp_path / "videos" / name) for name in names]
     assert all(frames >= 4 for _, frames in calls)
 
 
