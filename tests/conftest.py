@@ -131,7 +131,7 @@ def fork_server():
 @pytest.fixture(scope="module")
 def forked(request):
     """Start the processes of this module's tests with torch already imported; see tests/doubles/preloaded.py."""
-    # only Linux can make them children of the process that asked for them
+    # only on Linux can they become children of the requesting process
     if sys.platform != "linux":
         yield
         return

@@ -48,7 +48,7 @@ def documented_commands() -> list[str]:
 
 
 def saved_files(page: Path) -> dict[str, str]:
-    """Name and text of the files that a page asks readers to save."""
+    """Name and text of the files that readers of a page save."""
     return dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", page.read_text(), re.S))
 
 

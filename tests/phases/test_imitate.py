@@ -409,7 +409,7 @@ def test_observations_and_expected_duration_are_logged_once(folder, tmp_path, mo
     """Four updates of 50 gradient steps of `seconds` each; the first step takes 100 s."""
     more = {"env": WITH_IMAGES if demos == "seen" else ENV, "imitate": {"steps_per_update": 50}}
     phase, seen = recorded(folder / demos, tmp_path, **more)
-    loss, now, told = phase.policy.imitation_loss, [1.0], []
+    loss, now, logs = phase.policy.imitation_loss, [1.0], []
 
     def slow(*arguments):
         now[0] += seconds if seen else 100.0
@@ -417,7 +417,7 @@ def test_observations_and_expected_duration_are_logged_once(folder, tmp_path, mo
 
     phase.policy.imitation_loss = slow
     monkeypatch.setattr("sparring.phases.imitate.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr("sparring.phases.imitate.log.info", lambda text, *more: told.append((len(seen), text % more)))
+    monkeypatch.setattr("sparring.phases.imitate.log.info", lambda text, *more: logs.append((len(seen), text % more)))
     for update in range(2):
         phase.step(update / 4)
     shown = "images (1 camera, 36 px) and state" if demos == "seen" else "state"
@@ -427,7 +427,7 @@ def test_observations_and_expected_duration_are_logged_once(folder, tmp_path, mo
     message = [f"imitating from {shown}: about {long} for 4 updates on this machine"]
     how = "instead of images" if demos == "seen" else "in addition to the robot's state"
     message.append(f"to imitate from the poses of objects {how}: env.object_state=state env.cameras=[]")
-    assert told == [(after, text) for text in message]
+    assert logs == [(after, text) for text in message]
 
 
 def test_default_limit_is_20_updates(folder, tmp_path):

@@ -44,7 +44,7 @@ def phases_on_this_rank(folder):
     }
     output = {phase: _straight_and_resumed(phase, folder, settings) for phase, settings in starts.items()}
     output["unlike"] = _with_episodes_on_one_rank(config_of("adversarial", f"{folder}/unlike", *starts["adversarial"]))
-    _twice_in_the_same_folder(config_of("teacher", f"{folder}/anew", *TEACHER, "threads=1", "resume=never"))
+    _twice_in_the_same_folder(config_of("teacher", f"{folder}/again", *TEACHER, "threads=1", "resume=never"))
     torch.save(output, f"{folder}/rank{teacher.distributed.rank}.pt")
 
 
@@ -183,7 +183,7 @@ def test_ranks_stay_equal_if_episodes_end_on_one_rank_only(ranks):
 
 
 def test_no_rank_writes_to_a_run_that_is_moved_aside(ranks):
-    for run in ("anew", "anew-old-1"):
+    for run in ("again", "again-old-1"):
         kept = [len(EpisodeStore(ranks[0] / run / name, read_only=True)) for name in ("episodes", "episodes-1")]
         assert kept == [4, 4]
 

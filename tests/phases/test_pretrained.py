@@ -211,8 +211,8 @@ def test_new_noise_net_is_reported(trained_flow, tmp_path, capsys):
     before, after = (read_weights(checkpoints(run)[-1] / "model.safetensors") for run in (trained_flow, out))
     new = [key for key in after if key not in before]
     assert new and all(key.startswith("kernel.net.") for key in new)
-    told = f"starts from the weights of {trained_flow}: all {len(before)} tensors; new: kernel.net.0."
-    assert told in capsys.readouterr().err
+    line = f"starts from the weights of {trained_flow}: all {len(before)} tensors; new: kernel.net.0."
+    assert line in capsys.readouterr().err
     assert torch.allclose(before["velocity.position"], after["velocity.position"], atol=1e-6)
     # the reverse is refused
     words = ["train", "finetune", f"pretrained={out}", "policy.method=flow_sde", *SMALL]
@@ -221,10 +221,10 @@ def test_new_noise_net_is_reported(trained_flow, tmp_path, capsys):
 
 
 def test_inherited_policy_name_is_printed_if_it_is_not_the_default(trained, trained_flow, capsys):
-    for run, told in ((trained_flow, True), (trained, False)):
+    for run, printed in ((trained_flow, True), (trained, False)):
         assert main(["config", "finetune", f"pretrained={run}"]) == 0
         line = capsys.readouterr().err
-        assert line.startswith(f"from pretrained={run}: ") and ("policy.name=flow" in line) is told
+        assert line.startswith(f"from pretrained={run}: ") and ("policy.name=flow" in line) is printed
         assert "env.name" not in line
 
 
@@ -286,9 +286,9 @@ def test_damaged_description_of_demonstrations_is_refused(tmp_path, capsys, text
     file.write_text(text)
     words = ["train", "imitate", f"imitate.demos={tmp_path / 'demos'}", "--output", str(tmp_path / "run")]
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"sparring: '{file}' cannot be read (") and said in told
-    assert "copy the dataset again, or delete this file and set env.*" in told
+    err = capsys.readouterr().err
+    assert err.startswith(f"sparring: '{file}' cannot be read (") and said in err
+    assert "copy the dataset again, or delete this file and set env.*" in err
     assert not (tmp_path / "run").exists()
 
 

@@ -133,7 +133,7 @@ def test_predictions_of_the_newest_complete_episode_are_recorded(teacher, tmp_pa
     phase = run.phase
     assert phase.newest_prediction() is None
     phase.step(0.0)
-    assert phase.newest_prediction() is None, "the first episode goes on"
+    assert phase.newest_prediction() is None, "the first episode has not ended"
     phase.step(0.0)
     shown = phase.newest_prediction()
     assert set(shown.true) == {"head", "wrist"} and shown.rate == phase.env.spec.control_hz / 3

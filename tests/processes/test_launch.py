@@ -176,7 +176,7 @@ leave(7)
 
 
 @pytest.mark.parametrize(
-    ("codes", "told", "code"),
+    ("codes", "expected", "code"),
     [
         ([0, 0], None, 0),
         ([130, 130], None, 130),
@@ -188,10 +188,10 @@ leave(7)
         ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, often by the system", 1),
     ],
 )
-def test_failure_message_names_the_rank_that_failed_first(codes, told, code):
+def test_failure_message_names_the_rank_that_failed_first(codes, expected, code):
     workers = [SimpleNamespace(returncode=code, pid=10 + rank) for rank, code in enumerate(codes)]
     err = _failure_message(workers)
-    assert err is None if told is None else err.startswith(told)
+    assert err is None if expected is None else err.startswith(expected)
     assert _exit_code([code for code in codes if code is not None]) == code
 
 

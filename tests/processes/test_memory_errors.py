@@ -184,7 +184,7 @@ def test_errors_of_the_cpu_allocator_are_recognised():
 
 
 def test_other_errors_are_not_changed():
-    for error in (RuntimeError("another"), ValueError(CUDA), UserError("mine"), OutOfMemory("told already")):
+    for error in (RuntimeError("another"), ValueError(CUDA), UserError("mine"), OutOfMemory("explained already")):
         with pytest.raises(type(error)) as caught, explain_oom("acting"):
             raise error
         assert caught.value is error

@@ -43,9 +43,9 @@ def lines(folder) -> list[dict]:
 
 def test_metrics_page_equals_the_table():
     rows = re.findall(r"^\| `([^`]+)` \|(?: `[^`]+` \|)? ([^|]+) \|$", PAGE.read_text(), re.M)
-    told = {(name, meaning) for name, meaning in rows if name not in (*PHASES, "timestamp", "row", "crc")}
+    documented = {(name, meaning) for name, meaning in rows if name not in (*PHASES, "timestamp", "row", "crc")}
     table = {(key, meaning) for key, (_, meaning) in FLAT.items()} | {*NAMES.values()}
-    assert told == table | set(EVALUATIONS.items())
+    assert documented == table | set(EVALUATIONS.items())
     assert all(meaning in PAGE.read_text() for _, meaning in FAMILIES.values())
 
 
@@ -133,16 +133,16 @@ def test_numbers_of_an_evaluation():
         return _Score(wilson(successes, episodes), reward, 0.0, 5.0)
 
     tasks = {"push": score(1, 2, 1.0), "lift": score(2, 2, 3.0), "all": score(3, 4, 2.0)}
-    told = Evaluation(4, 0, {"policy": tasks, "random": {"all": score(0, 4, -1.0)}}, [], EnvSpec({}, 1))
-    numbers = told.numbers()
+    evaluation = Evaluation(4, 0, {"policy": tasks, "random": {"all": score(0, 4, -1.0)}}, [], EnvSpec({}, 1))
+    numbers = evaluation.numbers()
     assert (numbers["episodes"], numbers["success_rate"], numbers["reward"], numbers["steps"]) == (4, 0.75, 2.0, 5.0)
     assert numbers["success_low"] == wilson(3, 4).low and numbers["success_high"] == wilson(3, 4).high
     assert (numbers["push/success_rate"], numbers["lift/reward"], numbers["random_success_rate"]) == (0.5, 3.0, 0.0)
     assert (numbers["push/success_low"], numbers["push/success_high"]) == (wilson(1, 2).low, wilson(1, 2).high)
     assert (numbers["random_success_low"], numbers["random_success_high"]) == (0.0, wilson(0, 4).high)
     assert "all/reward" not in numbers
-    told.scores, told.spec = {"policy": {"task": score(0, 4, 2.0)}}, EnvSpec({}, 1, reports_success=False)
-    numbers = told.numbers()
+    evaluation.scores, evaluation.spec = {"policy": {"task": score(0, 4, 2.0)}}, EnvSpec({}, 1, reports_success=False)
+    numbers = evaluation.numbers()
     assert numbers["success_rate"] is numbers["success_low"] is numbers["success_high"] is None
     assert numbers["reward"] == 2.0 and "task/reward" not in numbers and "random_reward" not in numbers
 

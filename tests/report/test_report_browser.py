@@ -177,8 +177,8 @@ SEEK = """(video) => new Promise((done) => {
 
 # after the first frame is loaded
 LOOK = """video => new Promise((done) => {
-  const tell = () => video.readyState >= 2 ? done([video.paused, video.currentTime]) : setTimeout(tell, 50);
-  tell();
+  const check = () => video.readyState >= 2 ? done([video.paused, video.currentTime]) : setTimeout(check, 50);
+  check();
 })"""
 
 

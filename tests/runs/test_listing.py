@@ -50,7 +50,7 @@ def seal(checkpoint: Path) -> None:
 def folder(tmp_path):
     """A function that creates run folders of 1000 bytes plus the given status, checkpoints and evaluations."""
 
-    def make(name, data: dict | None = None, checkpoints=(), evaluations=(), sealed=True):
+    def make(name, data: dict | None = None, checkpoints=(), evaluations=(), valid=True):
         run = tmp_path / name
         run.mkdir(parents=True)
         (run / "config.yaml").write_text("phase: imitate\nenv:\n  task: [lift_d0, lift_d1]\n".ljust(999) + "\n")
@@ -63,7 +63,7 @@ def folder(tmp_path):
             # files that also occur in run folders
             (run / f"checkpoint-{number}/config.yaml").touch()
             (run / f"checkpoint-{number}/train.log").touch()
-            if sealed:
+            if valid:
                 seal(run / f"checkpoint-{number}")
         if evaluations:
             rows = [{"update": update, "eval/success_rate": rate} for update, rate in evaluations]
@@ -134,9 +134,7 @@ def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
 
 def test_table_and_json_of_runs(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    folder(
-        "outputs/one", status("finished", success_rate=0.871, low=0.79, high=0.925), checkpoints=[1, 2], sealed=False
-    )
+    folder("outputs/one", status("finished", success_rate=0.871, low=0.79, high=0.925), checkpoints=[1, 2], valid=False)
     folder("outputs/two", status("crashed", "RuntimeError: robots gone", updated=time.time() - 7300))
     assert main(["runs"]) == 0
     head, _, one, two = capsys.readouterr().out.splitlines()

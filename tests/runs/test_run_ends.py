@@ -66,7 +66,7 @@ def test_failed_start_has_status_crashed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("gone")])
 def test_status_is_written_before_waiting_for_videos(tmp_path, monkeypatch, error):
     run, waits, closed = Run(config_in(tmp_path)), [], []
-    finish = lambda patience: waits.append((patience, status_in(tmp_path)["state"], list(closed)))  # noqa: E731
+    finish = lambda timeout_s: waits.append((timeout_s, status_in(tmp_path)["state"], list(closed)))  # noqa: E731
     monkeypatch.setattr(run.recorder.videos, "finish", finish)
     monkeypatch.setattr(run.recorder, "close", lambda failed=False: closed.append(failed))
     if error:
