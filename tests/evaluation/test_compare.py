@@ -164,7 +164,7 @@ REWARD = _Measured("reward", 2.0, 1.0, _Difference(1.0, 0.5, 1.5, 0.0001), "rewa
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "expected"),
     [
         ([measured(0.12, 0.05, 0.19, 0.002)], "A is better: +12.0 points of success (95 % +5.0 to +19.0), p = 0.002"),
         ([measured(-0.12, -0.19, -0.05, 0)], "B is better: +12.0 points of success (95 % +5.0 to +19.0), p < 0.001"),
@@ -190,8 +190,8 @@ REWARD = _Measured("reward", 2.0, 1.0, _Difference(1.0, 0.5, 1.5, 0.0001), "rewa
         ),
     ],
 )  # fmt: skip
-def test_verdict_names_the_better_run_or_none(found, said):
-    assert Comparison("a", "b", 100, 0, found, same=False).verdict() == said
+def test_verdict_names_the_better_run_or_none(found, expected):
+    assert Comparison("a", "b", 100, 0, found, same=False).verdict() == expected
 
 
 # ---- the command
@@ -261,7 +261,7 @@ def test_eval_both_reports_greedy_and_sampled_actions(runs, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["one", "easy"], "give both the same settings, e.g. env.success_return=12"),
         (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
@@ -274,12 +274,12 @@ def test_eval_both_reports_greedy_and_sampled_actions(runs, monkeypatch, capsys)
         (["one", "two", "--world-model"], "'one' is a run of `sparring train finetune`"),
     ],
 )  # fmt: skip
-def test_invalid_comparisons_are_refused(runs, capsys, monkeypatch, words, said):
+def test_invalid_comparisons_are_refused(runs, capsys, monkeypatch, words, expected):
     monkeypatch.chdir(runs)
     # before the first episode
     monkeypatch.setattr("sparring.evaluation.compare.play", lambda *_: pytest.fail("played"))
     assert main(["compare", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_override_makes_the_episodes_of_two_runs_equal(runs, capsys, monkeypatch):

@@ -154,7 +154,7 @@ def test_documented_command_starts_from_the_weights(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (["env.control_mode=qpos"], "env.control_mode was delta_ee_pos and is qpos"),
         (["env.control_mode=delta_qpos"], "action_dim was 4 and is 7"),
@@ -166,10 +166,10 @@ def test_documented_command_starts_from_the_weights(trained, tmp_path, capsys):
         (["pretrained=nowhere"], "'nowhere' does not exist"),
     ],
 )
-def test_incompatible_settings_are_refused_before_writing(trained, tmp_path, capsys, change, said):
+def test_incompatible_settings_are_refused_before_writing(trained, tmp_path, capsys, change, message):
     out = tmp_path / "run"
     assert main(["train", "finetune", f"pretrained={trained}", *SMALL, "--output", str(out), *change]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -179,8 +179,8 @@ def test_padded_state_with_other_contents_is_refused(tmp_path, capsys):
     assert main([*common, "env.object_state=hidden", "--output", str(blind)]) == 0
     capsys.readouterr()
     assert main([*common, f"pretrained={blind}", "env.object_state=state", "--output", str(out)]) == 2
-    assert "another env; leave out these settings" in (said := capsys.readouterr().err)
-    assert "env.object_state was hidden and is state" in said and not out.exists()
+    assert "another env; leave out these settings" in (err := capsys.readouterr().err)
+    assert "env.object_state was hidden and is state" in err and not out.exists()
 
 
 def test_refusal_keeps_an_earlier_run(trained, tmp_path, capsys):
@@ -235,9 +235,9 @@ def test_other_missing_tensors_are_refused(trained_flow, tmp_path):
     policy = make_policy(config.policy, env.spec, 2)
     half = weights | {"kernel.net.0.bias": policy.state_dict()["kernel.net.0.bias"]}
     less = {key: value for key, value in weights.items() if key != "velocity.position"}
-    for given, said in ((half, "3 missing: kernel.net.0.weight"), (less, "1 missing: velocity.position")):
+    for given, message in ((half, "3 missing: kernel.net.0.weight"), (less, "1 missing: velocity.position")):
         save_file(given, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             load_pretrained(policy, tmp_path, env)
     env.close()
 
@@ -250,8 +250,8 @@ def test_run_resumes_without_its_pretrained_folder(trained_flow, tmp_path, capsy
     shutil.rmtree(source)
     capsys.readouterr()
     assert main(words) == 0
-    said = capsys.readouterr().err
-    assert "already trained to the end" in said and f"resumes from {out / 'checkpoint-1'}" in said
+    err = capsys.readouterr().err
+    assert "already trained to the end" in err and f"resumes from {out / 'checkpoint-1'}" in err
     # other settings than those of the first start are refused
     assert main([word for word in words if word != "env.reward=sparse"]) == 2
     assert "env.reward: sparse in the folder, dense now" in capsys.readouterr().err
@@ -271,7 +271,7 @@ def test_python_and_command_line_inherit_equally(trained, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"env": {"name": "tab', "Unterminated string"),
         ("", "Expecting value"),
@@ -280,14 +280,14 @@ def test_python_and_command_line_inherit_equally(trained, capsys):
         ('{"noise": 0.1}', "env.name or env.task is missing"),
     ],
 )
-def test_damaged_description_of_demonstrations_is_refused(tmp_path, capsys, text, said):
+def test_damaged_description_of_demonstrations_is_refused(tmp_path, capsys, text, message):
     file = tmp_path / "demos/meta/sparring.json"
     file.parent.mkdir(parents=True)
     file.write_text(text)
     words = ["train", "imitate", f"imitate.demos={tmp_path / 'demos'}", "--output", str(tmp_path / "run")]
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"sparring: '{file}' cannot be read (") and said in err
+    assert err.startswith(f"sparring: '{file}' cannot be read (") and message in err
     assert "copy the dataset again, or delete this file and set env.*" in err
     assert not (tmp_path / "run").exists()
 
