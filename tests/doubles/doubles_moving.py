@@ -37,7 +37,7 @@ def moving_windows(rows: int, steps: int, seed: int = 0, chunk: int = 2) -> Tens
     column = torch.stack(columns, 1)
     observation = TensorDict(
         {
-            "image": {"head": draw(column, top=0), "wrist": draw(column, top=16)},
+            "image": {"head": drawn(column, top=0), "wrist": drawn(column, top=16)},
             "state": torch.stack([column.float(), torch.ones_like(column).float()], -1),
             "task": torch.zeros_like(column),
         },
@@ -54,7 +54,7 @@ def moving_windows(rows: int, steps: int, seed: int = 0, chunk: int = 2) -> Tens
     return TensorDict(windows, [rows, steps])
 
 
-def draw(column: torch.Tensor, top: int) -> torch.Tensor:
+def drawn(column: torch.Tensor, top: int) -> torch.Tensor:
     """[...] -> uint8 [..., 3, 32, 32]: a bright square of 8 x 8 pixels."""
     is_column = torch.arange(SIDE) // 8 == column[..., None]
     is_row = (torch.arange(SIDE) >= top) & (torch.arange(SIDE) < top + 8)
