@@ -1,4 +1,4 @@
-"""Gymnasium envs through our eyes: spaces, actions, chunks, the ends of episodes, states, pictures."""
+"""Gymnasium envs as backends: spaces, actions, chunks, ends of episodes, states, frames."""
 
 import importlib
 
@@ -24,8 +24,8 @@ def chunks(num_envs=1, steps=1, value=0.0, dim=1):
     return np.full((num_envs, steps, dim), value, np.float32)
 
 
-def written(space, value):
-    """What an observation of this space becomes."""
+def converted(space, value):
+    """The converted observation."""
     observations = _ObservationMap(space, "test")
     arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in observations.spec.items()}
     observations.check(value)
@@ -49,28 +49,28 @@ def test_spec_of_known_envs():
 
 def test_vectors_become_a_flat_state():
     grid = np.arange(6.0).reshape(2, 3)
-    state = written(spaces.Box(-9, 9, (2, 3), np.float64), grid)["state"]
+    state = converted(spaces.Box(-9, 9, (2, 3), np.float64), grid)["state"]
     assert state.dtype == np.float32 and state.tolist() == [0, 1, 2, 3, 4, 5]
-    assert written(spaces.Box(-9, 9, (), np.float32), np.float32(4))["state"].tolist() == [4]
-    assert written(spaces.Discrete(4, start=10), np.int64(12))["state"].tolist() == [0, 0, 1, 0]
+    assert converted(spaces.Box(-9, 9, (), np.float32), np.float32(4))["state"].tolist() == [4]
+    assert converted(spaces.Discrete(4, start=10), np.int64(12))["state"].tolist() == [0, 0, 1, 0]
 
 
-def test_pictures_become_channels_first():
+def test_images_become_channels_first():
     height_width_rgb = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    image = written(spaces.Box(0, 255, (2, 4, 3), np.uint8), height_width_rgb)["image/head"]
+    image = converted(spaces.Box(0, 255, (2, 4, 3), np.uint8), height_width_rgb)["image/head"]
     assert image.shape == (3, 2, 4) and image.dtype == np.uint8
     # pixel (1, 2), green
     assert image[1, 1, 2] == height_width_rgb[1, 2, 1]
 
     gray = np.arange(30, dtype=np.uint8).reshape(1, 5, 6)
-    image = written(spaces.Box(0, 255, (1, 5, 6), np.uint8), gray)["image/head"]
+    image = converted(spaces.Box(0, 255, (1, 5, 6), np.uint8), gray)["image/head"]
     assert image.shape == (3, 5, 6) and all((channel == gray[0]).all() for channel in image)
 
 
-def test_dict_is_split_into_pictures_and_one_state_in_the_order_of_its_keys():
+def test_a_dict_becomes_images_and_one_state_in_the_order_of_its_keys():
     space = spaces.Dict(z=spaces.Box(-9, 9, (2,)), a=spaces.Discrete(2), wrist=spaces.Box(0, 255, (4, 5, 3), np.uint8))
     value = {"z": np.array([7, 8], np.float32), "a": 1, "wrist": np.full((4, 5, 3), 9, np.uint8)}
-    result = written(space, value)
+    result = converted(space, value)
     assert set(result) == {"state", "image/wrist"}
     assert result["state"].tolist() == [0, 1, 7, 8]
     assert result["image/wrist"].shape == (3, 4, 5) and (result["image/wrist"] == 9).all()
@@ -90,9 +90,9 @@ def test_other_observations_are_refused(space):
         _ObservationMap(space, "test")
 
 
-def test_wrong_shape_of_an_observation_is_told_not_broadcast():
+def test_an_observation_of_a_wrong_shape_is_refused_and_not_broadcast():
     with pytest.raises(ValueError, match=r"of test has shape \(1,\) .*observation_space .*\(4,\)"):
-        written(spaces.Box(-1, 1, (4,)), np.zeros(1, np.float32))
+        converted(spaces.Box(-1, 1, (4,)), np.zeros(1, np.float32))
 
 
 # --- actions
@@ -173,7 +173,7 @@ def test_env_may_truncate_itself():
     assert step.truncated.tolist() == [True] and step.terminated.tolist() == [False]
 
 
-def test_our_limit_truncates():
+def test_max_episode_steps_truncates():
     env = backend(max_episode_steps=2, length=100)
     assert env.spec.max_episode_steps == 2
     env.reset(EpisodeSeeds(0))
@@ -183,7 +183,7 @@ def test_our_limit_truncates():
         assert step.executed.tolist() == [2] and step.final["state"][0, 0] == 2
 
 
-def test_limit_of_a_registered_env_is_its_own_or_ours():
+def test_max_episode_steps_replaces_the_limit_of_a_registered_env():
     for limit, expected in ((None, 200), (3, 3), (250, 250)):
         env = backend("gym:Pendulum-v1", max_episode_steps=limit)
         env.reset(EpisodeSeeds(0))
@@ -209,7 +209,7 @@ def test_success_by_return_is_judged_at_the_end_of_each_episode(wanted, expected
         assert [bool(env.step(chunks()).success[0]) for _ in range(3)] == [False, False, expected]
 
 
-# --- what goes wrong
+# --- errors
 
 
 @pytest.mark.parametrize("how, what", [("nan", "observation"), ("inf", "reward")])
@@ -222,7 +222,7 @@ def test_nan_and_inf_are_refused_by_name(how, what):
         env.step(chunks(3))
 
 
-def test_nan_in_a_last_observation_is_found_too():
+def test_nan_in_a_final_observation_is_refused():
     env = backend("Breaks", max_episode_steps=2, how="nan")
     env.reset(EpisodeSeeds(0))
     with pytest.raises(ValueError, match="the final observation of env 0"):
@@ -247,16 +247,16 @@ def test_bad_names_and_order():
         backend().step(chunks())
 
 
-# --- pictures
+# --- frames
 
 
-def test_recorded_envs_give_a_picture_per_executed_step():
+def test_recorded_envs_give_a_frame_per_executed_step():
     env = backend(num_envs=3, length=3)
     env.reset(EpisodeSeeds(0))
     assert env.step(chunks(3)).frames == {}
     env.record([2])
     step = env.step(chunks(3, steps=4))
-    # steps 2 and 3, then the episode is over
+    # steps 2 and 3, then the episode ends
     assert list(step.frames) == [2] and [frame[0, 0, 0] for frame in step.frames[2]] == [2, 3]
     assert step.frames[2][0].shape == (4, 6, 3) and step.frames[2][0].dtype == np.uint8
     env.record([])
@@ -264,7 +264,7 @@ def test_recorded_envs_give_a_picture_per_executed_step():
     assert (env.render(0) == 1).all()
 
 
-def test_env_that_cannot_draw_goes_on_without_pictures():
+def test_an_env_without_its_renderer_continues_without_frames():
     robot = GymRobot(GymConfig(name=f"{DOUBLES}:CannotDraw"))
     robot.reset(0)
     assert robot.render() is None and robot.no_picture.startswith(
@@ -278,21 +278,21 @@ def test_env_that_cannot_draw_goes_on_without_pictures():
     assert env.no_picture(0).startswith("pygame is not installed; pip")
 
 
-def test_an_env_is_drawn_no_more_where_there_is_no_opengl(recwarn):
+def test_without_opengl_rendering_is_tried_once(recwarn):
     gym_doubles = importlib.import_module(DOUBLES)
     env = backend("HasNoOpenGL", num_envs=2)
     env.reset(EpisodeSeeds(0))
     env.record([0, 1])
-    # by no robot of this process
+    # no robot of this process tries again
     for batch in (env, backend("HasNoOpenGL")):
         assert batch.step(chunks(2)).frames == {} if batch is env else batch.reset(EpisodeSeeds(0))
         assert batch.render(0) is None and "(no OpenGL); install the GL library EGL or OSMesa" in batch.no_picture(0)
     assert gym_doubles.HasNoOpenGL.tries == 1
-    # it is said once, by us
+    # no warning: the reason is in no_picture
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_an_env_whose_render_fails_goes_on_and_tells():
+def test_an_env_whose_render_fails_continues_and_gives_the_reason():
     env = backend("RenderRaises")
     env.reset(EpisodeSeeds(0))
     env.record([0])
@@ -301,13 +301,13 @@ def test_an_env_whose_render_fails_goes_on_and_tells():
 
 
 @pytest.mark.parametrize("function", ["make_env", "make_env_in_mode"])
-def test_an_env_that_a_function_makes_is_drawn(function):
+def test_an_env_made_by_a_function_is_rendered(function):
     env = backend(function)
     env.reset(EpisodeSeeds(0))
     assert env.render(0).shape == (4, 6, 3) and env.no_picture(0) is None
 
 
-def test_an_env_that_cannot_render_reports_what_is_needed():
+def test_an_env_without_a_render_mode_gives_the_requirement():
     env = SerialBackend(GymConfig(name=f"{DOUBLES}:Shows", kwargs={"space": spaces.Discrete(2), "value": 1}), 1)
     env.reset(EpisodeSeeds(0))
     assert env.render(0) is None
@@ -335,7 +335,7 @@ def test_fresh_backend_continues_bit_identically_from_a_state(name):
         assert (one.final["state"] == two.final["state"]).all()
 
 
-def test_env_that_cannot_tell_has_no_state():
+def test_an_env_that_cannot_save_has_no_state():
     env = SerialBackend(GymConfig(name=f"{DOUBLES}:Shows", kwargs={"space": spaces.Discrete(2), "value": 1}), 1)
     env.reset(EpisodeSeeds(0))
     assert env.state() is None
