@@ -191,7 +191,7 @@ def test_broken_env_fails_one_check(capsys, name, what, message):
 def test_image_is_saved_and_a_failing_render_is_no_failure(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("OUTPUT_BASE", str(tmp_path))
     main(["check", "test_check:Renders", "rollout.max_episode_steps=10"])
-    assert lines_of(capsys)["images"] == ("ok", str(tmp_path / "check" / "test_check_Draws.png"))
+    assert lines_of(capsys)["images"] == ("ok", str(tmp_path / "check" / "test_check_Renders.png"))
     # rendering is optional
     assert main(["check", "test_check:CannotRender", "rollout.max_episode_steps=10"]) == 0
     assert "render() of test_check:CannotRender failed: KeyError: 'camera'" in lines_of(capsys)["images"][1]
