@@ -293,7 +293,7 @@ def test_without_opengl_rendering_is_tried_once(recwarn):
 
 
 def test_an_env_whose_render_fails_continues_and_gives_the_reason():
-    env = backend("CannotDrawItself")
+    env = backend("RenderRaises")
     env.reset(EpisodeSeeds(0))
     env.record([0])
     assert env.step(chunks()).frames == {}

@@ -5,7 +5,7 @@ import pytest
 import tiny_pi0
 import torch
 from parity_cases import METHODS, gate
-from pi0_cases import INSTRUCTIONS, LORA, Told, make, rollout, seen, update
+from pi0_cases import INSTRUCTIONS, LORA, Cameras, make, rollout, seen, update
 from tiny_pi0 import ACTIONS, CHUNK, IMAGE_TOKENS, STATES, STEPS
 
 from sparring.contract import EnvSpec
@@ -24,7 +24,7 @@ def test_the_ode_is_sample_actions_with_the_same_noise(checkpoint, attention):
     """With as many action dims as the checkpoint has; instructions of different lengths."""
     from transformers import AutoTokenizer, PI0ForConditionalGeneration
 
-    spec = EnvSpec(Told(1).spec.observation, ACTIONS, instructions=INSTRUCTIONS)
+    spec = EnvSpec(Cameras(1).spec.observation, ACTIONS, instructions=INSTRUCTIONS)
     policy = make(checkpoint, spec, attention=attention)
     td = seen(spec=spec)
     td["start"] = torch.rand(5, policy.start_size, generator=torch.Generator().manual_seed(3))
@@ -69,7 +69,7 @@ def test_actions_depend_on_instructions_images_state_and_cameras(checkpoint):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_gate_passes_in_fp32(checkpoint, method, lora):
     settings = METHODS[method] | lora
-    policy = make(checkpoint, Told(1, padding=2).spec, **settings)
+    policy = make(checkpoint, Cameras(1, padding=2).spec, **settings)
     parity = gate(policy, rollout(policy, padding=2))
     parity.check(1e-4)
     assert parity.dims == 0
@@ -89,7 +89,7 @@ def test_the_gate_passes_in_bf16(checkpoint, lora, num_envs):
 
 
 def test_only_the_envs_action_dims_are_scored(checkpoint):
-    policy = make(checkpoint, Told(1, padding=2).spec)
+    policy = make(checkpoint, Cameras(1, padding=2).spec)
     flat = rollout(policy, padding=2).get()
     assert flat["action"].shape[1:] == (3, 5) and (flat["action"][..., 3:] == 0).all()
     assert (flat["trace", "dims"] == 3 * STEPS).all()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_pi0
 import torch
-from pi0_cases import INSTRUCTIONS, LORA, Told, make, seen, update
+from pi0_cases import INSTRUCTIONS, LORA, Cameras, make, seen, update
 from safetensors.torch import load_file, save_file
 from tiny_pi0 import IMAGE_TOKENS
 
@@ -62,7 +62,7 @@ def test_images_are_prepared_as_by_the_image_processor(tmp_path, shape, size, re
 
 
 def native_of(folder, **settings):
-    return NativeVLA(NativeVLAConfig(model_path=str(folder), **settings), Told(1).spec, 3).eval()
+    return NativeVLA(NativeVLAConfig(model_path=str(folder), **settings), Cameras(1).spec, 3).eval()
 
 
 # ---- loading and saving
@@ -78,7 +78,7 @@ def test_sharded_weights_load_like_a_single_file(checkpoint, tmp_path):
 def test_a_checkpoint_of_a_run_loads_back_strictly(checkpoint, tmp_path):
     policy = make(checkpoint, **LORA)
     update(policy)
-    saved = save_checkpoint(tmp_path, 1, policy, {}, "", Told(1).spec)
+    saved = save_checkpoint(tmp_path, 1, policy, {}, "", Cameras(1).spec)
     again = make(checkpoint, stir=False, **LORA)
     load_weights(again, saved)
     td = seen()
@@ -131,7 +131,7 @@ def test_adapters_alone_and_merged_make_the_same_policy(checkpoint, tmp_path):
 )
 def test_bad_settings_are_refused(checkpoint, settings, message):
     with pytest.raises(UserError, match=message):
-        PI0Policy(PI0PolicyConfig(**{"model_path": str(checkpoint)} | settings), Told(1).spec, 3)
+        PI0Policy(PI0PolicyConfig(**{"model_path": str(checkpoint)} | settings), Cameras(1).spec, 3)
 
 
 @pytest.mark.parametrize(

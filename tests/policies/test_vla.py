@@ -30,7 +30,7 @@ from sparring.policies.policy import make_policy
 from sparring.policies.vla.policy import VLAPolicy
 
 ROOT = Path(__file__).parents[2]
-MODELS = ["Plain", "Told", "Samples", "StepByStep", "Flows"]
+MODELS = ["Plain", "TakesDeterministic", "Samples", "StepByStep", "Flows"]
 
 
 def make(model="Samples", chunk=1, padding=0, **settings):
@@ -116,7 +116,7 @@ def test_the_gate_passes_in_bf16_with_frozen_weights_in_bf16(model):
 
 def test_a_model_whose_scores_do_not_match_its_draws_is_refused():
     with pytest.raises(ParityError):
-        gate(*rollout("Lies")).check(1e-4)
+        gate(*rollout("SamplesWider")).check(1e-4)
     with pytest.raises(ParityError):
         gate(*rollout("DropsOut")).check(1e-4)
 
@@ -168,7 +168,7 @@ def test_log_probs_are_those_of_torch_and_only_executed_steps_count():
 # ---- drawing
 
 
-@pytest.mark.parametrize("model", ["Plain", "Told", "Samples"])
+@pytest.mark.parametrize("model", ["Plain", "TakesDeterministic", "Samples"])
 def test_an_action_depends_on_its_own_noise_alone(model):
     policy, td = make(model), make_td()
     together = policy.act(noisy(policy, td))["action"]
@@ -196,7 +196,7 @@ def test_draws_have_the_models_spread():
     assert torch.allclose(actions.std(0), torch.full((DIMS,), np.exp(-0.5)), rtol=0.1)
 
 
-@pytest.mark.parametrize("model", ["Told", "Samples"])
+@pytest.mark.parametrize("model", ["TakesDeterministic", "Samples"])
 def test_greedy_is_the_mode(model):
     policy, td = make(model), make_td()
     expected = policy.model.distribution(policy.observations(td)).mean
@@ -209,9 +209,9 @@ def test_greedy_actions_of_a_model_that_always_draws_are_repeatable():
 
 
 def test_a_model_that_never_draws_is_refused():
-    policy = make("Mute")
+    policy = make("AlwaysMean")
     policy.act(make_td())
-    with pytest.raises(UserError, match="Mute.forward .*same action.*add sample"):
+    with pytest.raises(UserError, match="AlwaysMean.forward .*same action.*add sample"):
         policy.act(noisy(policy, make_td()))
 
 
@@ -408,7 +408,7 @@ def test_constructors_that_cannot_be_called():
     error = error_of(model_settings={"widht": 3})
     assert error.endswith("does not take policy.model_config.widht; nearest: width")
     assert error_of("Flows", model_settings={"zzz": 3}).endswith("it takes action_dim, steps, width")
-    assert "doubles_vla:Fussy': the constructor failed: ValueError: no" in error_of("Fussy")
+    assert "doubles_vla:RaisesInInit': the constructor failed: ValueError: no" in error_of("RaisesInInit")
 
 
 def test_a_constructor_may_take_a_config_and_single_settings():

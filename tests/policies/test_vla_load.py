@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from doubles_vla import DIMS, STATE, Fussy, Samples, Tied
+from doubles_vla import DIMS, STATE, RaisesInInit, Samples, Tied
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import nn
@@ -370,5 +370,5 @@ def test_invalid_indices_are_refused(source, tmp_path):
 
 
 def test_constructors(tmp_path):
-    assert "the constructor failed: ValueError: no" in error_of(None, Fussy, {"action_dim": 3})
-    assert error_of(None, Fussy, {}).endswith("also needs action_dim; set policy.model_config.action_dim")
+    assert "the constructor failed: ValueError: no" in error_of(None, RaisesInInit, {"action_dim": 3})
+    assert error_of(None, RaisesInInit, {}).endswith("also needs action_dim; set policy.model_config.action_dim")
