@@ -34,7 +34,7 @@ DIMS, STATE, POINTS, REPLAY = 3, 5, 12, 256
 SMALL = {"channels": (8, 8), "image_features": 16, "point_channels": (16,), "point_features": 16}
 
 
-class Drifting:
+class RandomEnv:
     """An env with random observations; episodes of 7 steps end within a chunk. `padding` action dims have no effect."""
 
     def __init__(self, num_envs: int, padding: int = 0, images: bool = False, points: bool = False, choices: int = 0):
@@ -76,7 +76,7 @@ class Drifting:
 
 def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
     torch.manual_seed(0)
-    spec = spec or Drifting(1).spec
+    spec = spec or RandomEnv(1).spec
     if issubclass(policy_class, FlowPolicy):
         policy = policy_class(FlowConfig(width=32, heads=2, **SMALL, **config), spec, chunk)
     else:
@@ -94,8 +94,8 @@ def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
 
 
 def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, device="cpu", seen=None, **config):
-    """(policy, buffer of at least REPLAY decisions); `seen`: observations besides the state, see Drifting."""
-    env = Env(Drifting(num_envs, **(seen or {})), device)
+    """(policy, buffer of at least REPLAY decisions); `seen`: observations besides the state, see RandomEnv."""
+    env = Env(RandomEnv(num_envs, **(seen or {})), device)
     policy = make_policy(policy_class, chunk, env.spec, **config).to(device)
     buffer = RolloutBuffer(-(-REPLAY // num_envs))
     Collector(env, policy, seed=0, chunk=chunk).collect(buffer)
@@ -181,7 +181,7 @@ class CountsPadding(FlowPolicy):
         return super()._executable(x)[..., : self.counted]
 
 
-class CountsWhatWasNotExecuted(FlowPolicy):
+class CountsUnexecutedSteps(FlowPolicy):
     """Sums over all steps of a chunk, even if the episode ended within it."""
 
     def evaluate(self, td):
@@ -197,7 +197,7 @@ MUTANTS = {
     "normaliser changed": ChangesItsNormalizer,
     "padding counted": CountsPadding,
     "clamped action scored": ScoresClamped,
-    "unexecuted steps counted": CountsWhatWasNotExecuted,
+    "unexecuted steps counted": CountsUnexecutedSteps,
 }
 HEADS = {
     "gaussian": (ActorCritic, {"distribution": "gaussian"}),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from parity_cases import DIMS, REPLAY, STATE, Drifting
+from parity_cases import DIMS, REPLAY, STATE, RandomEnv
 from torch import nn
 
 from sparring.collect.collector import Collector
@@ -26,8 +26,8 @@ CHUNK, HORIZON, PADDING = 3, 4, 2
 LORA = {"lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.5}
 
 
-class Seeing(Drifting):
-    """Drifting with two cameras, depth and instructions."""
+class RandomCameraEnv(RandomEnv):
+    """RandomEnv with two cameras, depth and instructions."""
 
     def __init__(self, num_envs: int, padding: int = 0):
         super().__init__(num_envs, padding)
@@ -153,7 +153,7 @@ def settings_of(kind: Callable[..., Section], lora: bool, precision: str) -> dic
 def rollout_of(kind: Callable[..., Section], robots: int, device: str, checkpoint: Path, **settings):
     """(policy, buffer of at least REPLAY decisions)."""
     torch.manual_seed(0)
-    env = Env(Seeing(robots, PADDING), device)
+    env = Env(RandomCameraEnv(robots, PADDING), device)
     policy = make_policy(kind(checkpoint, **settings), env.spec, CHUNK)
     _perturb(policy)
     actions = {"mean": np.full(DIMS, 0.1), "std": np.full(DIMS, 0.5)}

@@ -34,7 +34,7 @@ from sparring.processes.distributed import Distributed
 from sparring.runs.checkpoint import checkpoint_folder, load_spec
 
 RESULTS = report.RESULTS / "phases_retrain.json"
-TASKS, EVERYBODY = ("push_d0", "lift_d0", "place_d0"), ("copy", "teacher", "random", "explorer")
+TASKS, SOURCES = ("push_d0", "lift_d0", "place_d0"), ("copy", "teacher", "random", "explorer")
 # added to the seed, so that neither the teacher nor the student has played these episodes
 EPISODES, BETTER, NEW_EPISODES = 16, 0.15, 1_000_000
 SETTINGS = ["rollout.steps=400", "training.iterations=8", "training.bptt_length=8", "world_model.tokenizer_steps=0"]
@@ -153,18 +153,18 @@ def in_decisions(steps: TensorDict, chunk: int) -> TensorDict:
 def pooled(parts: list[dict]) -> dict:
     """Mean errors over all pixels."""
     pixels = sum(part["pixels"] for part in parts)
-    return {who: sum(part[who] * part["pixels"] for part in parts) / pixels for who in EVERYBODY} | {"pixels": pixels}
+    return {who: sum(part[who] * part["pixels"] for part in parts) / pixels for who in SOURCES} | {"pixels": pixels}
 
 
 def summary(runs: dict[str, dict]) -> str:
-    rows, lines = [("seed", "task", "camera", "pixels", *EVERYBODY, "explorer to random")], []
+    rows, lines = [("seed", "task", "camera", "pixels", *SOURCES, "explorer to random")], []
     for run in runs.values():
         parts = {(task, camera): e for task, cameras in run["figures"].items() for camera, e in cameras.items()}
         cameras = {camera: [e for (_, name), e in parts.items() if name == camera] for _, camera in parts}
         parts |= {("all", camera): pooled(of) for camera, of in (cameras | {"all": [*parts.values()]}).items()}
         for where, errors in parts.items():
             change = errors["explorer"] / errors["random"] - 1
-            shown = [f"{errors['pixels']:,}", *(f"{errors[who]:.5f}" for who in EVERYBODY), f"{change:+.1%}"]
+            shown = [f"{errors['pixels']:,}", *(f"{errors[who]:.5f}" for who in SOURCES), f"{change:+.1%}"]
             rows.append((run["seed"], *where, *shown))
         touched = ", ".join(f"{who} {record['contact']:.1%}" for who, record in run["runs"].items())
         said = f"{change:+.1%} {'met' if -change >= BETTER else 'MISSED'}; contact: {touched}"

@@ -7,7 +7,7 @@ import pytest
 import tiny_pi0
 import torch
 from parity_cases import METHODS
-from vla_cases import CHUNK, LORA, Seeing, flow, gaussian, native, pi0
+from vla_cases import CHUNK, LORA, RandomCameraEnv, flow, gaussian, native, pi0
 
 from sparring.collect.collector import Collector
 from sparring.config.inherit import LIMITS
@@ -123,7 +123,7 @@ def recording(config, read: set[str]):
 def use(config) -> None:
     """Create the policy, act, score and compute the imitation loss."""
     torch.manual_seed(0)
-    env, buffer = Env(Seeing(2)), RolloutBuffer(2)
+    env, buffer = Env(RandomCameraEnv(2)), RolloutBuffer(2)
     policy = make_policy(config, env.spec, CHUNK).eval()
     Collector(env, policy, seed=0, chunk=CHUNK).collect(buffer)
     rows = buffer.get()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from parity_cases import DIMS, REPLAY, STATE, Drifting
+from parity_cases import DIMS, REPLAY, STATE, RandomEnv
 from torch import nn
 
 from sparring.collect.collector import Collector
@@ -34,7 +34,7 @@ SMALL = {
 SIZES = Sizes(layers=2, vocabulary=300, **SMALL)
 
 
-class Instructed(Drifting):
+class Instructed(RandomEnv):
     """Two cameras with images that the model must resize, and one of three instructions for each robot."""
 
     def __init__(self, num_envs: int, padding: int = 0):

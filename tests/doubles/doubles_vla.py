@@ -3,7 +3,7 @@
 import torch
 from parity_cases import DIMS, STATE
 from torch import nn
-from vla_cases import INSTRUCTIONS, Flows, Plain, Samples, Seeing  # noqa: F401 (tests name them by this module)
+from vla_cases import INSTRUCTIONS, Flows, Plain, RandomCameraEnv, Samples  # noqa: F401 (tests name them by this module)
 
 from sparring.policies.configs import VLAConfig
 

@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import torch
-from parity_cases import Drifting
+from parity_cases import RandomEnv
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
@@ -20,7 +20,7 @@ INSTRUCTIONS = ("push the block", "lift it", "stack the red block onto the green
 LORA = {"lora_r": 2, "lora_alpha": 4, "lora_dropout": 0.5}
 
 
-class Cameras(Drifting):
+class Cameras(RandomEnv):
     """The env of the parity cases with two cameras and instructions."""
 
     def __init__(self, num_envs: int, padding: int = 0):

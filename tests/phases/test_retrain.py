@@ -42,6 +42,6 @@ def test_decisions_span_the_observations_around_their_steps(retrain):
 
 
 def test_pooled_errors_weigh_pixels_equally(retrain):
-    few, many = ({"pixels": pixels} | dict.fromkeys(retrain.EVERYBODY, error) for pixels, error in ((1, 0.8), (3, 0.4)))
+    few, many = ({"pixels": pixels} | dict.fromkeys(retrain.SOURCES, error) for pixels, error in ((1, 0.8), (3, 0.4)))
     together = retrain.pooled([few, many])
     assert together["pixels"] == 4 and together["explorer"] == pytest.approx(0.5)

@@ -11,8 +11,8 @@ from parity_cases import (
     METHODS,
     MUTANTS,
     STATE,
-    CountsWhatWasNotExecuted,
-    Drifting,
+    CountsUnexecutedSteps,
+    RandomEnv,
     gate,
     make_policy,
     rollout_of,
@@ -78,7 +78,7 @@ def test_in_bf16_the_drift_is_within_the_documented_tolerance(method):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("method", METHODS)
 def test_counting_steps_that_were_not_executed_trips_the_gate(method, reduction):
-    policy, buffer = rollout_of(CountsWhatWasNotExecuted, sampling_steps=10, reduction=reduction, **METHODS[method])
+    policy, buffer = rollout_of(CountsUnexecutedSteps, sampling_steps=10, reduction=reduction, **METHODS[method])
     with pytest.raises(ParityError, match="score"):
         PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
 
@@ -145,7 +145,7 @@ def test_the_log_ratio_of_fpo_is_the_decrease_of_the_flow_matching_loss(reductio
 def test_fpo_samples_the_same_action_as_greedy_acting_from_the_same_noise():
     """The gate compares velocities; this test checks that they produce the action."""
     policy = make_policy(method="fpo")
-    backend = Drifting(4)
+    backend = RandomEnv(4)
     backend.reset(lambda *_: 0)
     td = TensorDict({"observation": {"state": torch.from_numpy(backend._observe()["state"])}}, [4])
     noise = torch.rand(4, policy.noise_size, generator=torch.Generator().manual_seed(0))
@@ -259,7 +259,7 @@ def test_observations_are_encoded_once_per_decision():
     calls = {"encoder": 0, "velocity": 0}
     for name in calls:
         getattr(policy, name).register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
-    root = Env(Drifting(4)).reset(0)
+    root = Env(RandomEnv(4)).reset(0)
     policy.act(root.set("noise", torch.rand(4, policy.noise_size).clamp(0.01, 0.99)))
     assert calls == {"encoder": 1, "velocity": 5}
     policy.evaluate(buffer.get())
@@ -280,7 +280,7 @@ def test_one_step_scores_a_single_state():
 @pytest.mark.parametrize("given", [True, False])
 def test_greedy_acting_is_the_ode_from_its_start_or_from_zero(given):
     policy = make_policy(chunk=2, horizon=3)
-    root = Env(Drifting(4)).reset(0)
+    root = Env(RandomEnv(4)).reset(0)
     x = torch.randn(4, 3, DIMS, generator=torch.Generator().manual_seed(0)) if given else torch.zeros(4, 3, DIMS)
     start = {"start": torch.special.ndtr(x).flatten(1)} if given else {}
     action = policy.act(root.clone().update(start))["action"]
@@ -292,7 +292,7 @@ def test_greedy_acting_is_the_ode_from_its_start_or_from_zero(given):
 
 def test_greedy_robots_start_from_noise_of_their_own():
     policy = make_policy()
-    collector = Collector(Env(Drifting(4)), policy, seed=0, split="eval", greedy=True, chunk=4)
+    collector = Collector(Env(RandomEnv(4)), policy, seed=0, split="eval", greedy=True, chunk=4)
     decisions = [collector.decide() for _ in range(2)]
     starts = torch.stack([td["start"] for td in decisions]).flatten(0, 1)
     assert len(starts.unique(dim=0)) == 8 and starts.std() > 0.2
@@ -305,7 +305,7 @@ def test_greedy_robots_start_from_noise_of_their_own():
 
 def test_contradictory_settings_are_refused():
     with pytest.raises(UserError, match="horizon=2 is shorter"):
-        FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
+        FlowPolicy(FlowConfig(horizon=2), RandomEnv(1).spec, 4)
     for wrong, message in (
         ({"method": "denoising_mdp", "denoising_steps": 9}, "denoising_steps=9 is more than"),
         ({"denoising_steps": 2}, "denoising_steps=2: only policy.method=denoising_mdp reads it, not flow_sde"),
@@ -326,13 +326,13 @@ def test_contradictory_settings_are_refused():
         ({"method": "denoising_mdp", "kernel": "noise", "noise_level": 0.3}, "kernel=noise reads policy.noise_range"),
     ):
         with pytest.raises(UserError, match=message):
-            FlowPolicy(FlowConfig(**wrong), Drifting(1).spec, 4)
+            FlowPolicy(FlowConfig(**wrong), RandomEnv(1).spec, 4)
     for valid in (
         {"method": "flow_sde_one_step", "noise_level": 0.3},
         {"method": "denoising_mdp", "noise_level": 0.3},
         {"method": "denoising_mdp", "kernel": "noise", "noise_range": (0.1, 0.2)},
     ):
-        FlowPolicy(FlowConfig(**valid), Drifting(1).spec, 4)
+        FlowPolicy(FlowConfig(**valid), RandomEnv(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
 
@@ -404,7 +404,7 @@ def two_modes(generator, batch=256):
 
 def imitate(**config):
     torch.manual_seed(0)
-    policy = FlowPolicy(FlowConfig(width=48, heads=2, layers=1, **config), Drifting(1).spec, 2)
+    policy = FlowPolicy(FlowConfig(width=48, heads=2, layers=1, **config), RandomEnv(1).spec, 2)
     optimizer = torch.optim.Adam(policy.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(600):
@@ -445,7 +445,7 @@ def test_with_the_consistency_term_two_steps_suffice():
 
 def test_imitation_learns_normalised_actions_and_acts_in_env_units():
     torch.manual_seed(0)
-    policy = FlowPolicy(FlowConfig(width=32, heads=2, layers=1), Drifting(1).spec, 2)
+    policy = FlowPolicy(FlowConfig(width=32, heads=2, layers=1), RandomEnv(1).spec, 2)
     policy.fit_normalizers({"action": {"mean": np.full(DIMS, 0.5), "std": np.full(DIMS, 0.01)}}, "min_max", "mean_std")
     batch = two_modes(torch.Generator().manual_seed(0), 64)
     batch["action"].fill_(0.52)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from doubles_native import SMALL, Instructed, make_native, rollout_of_native
-from parity_cases import DIMS, METHODS, STATE, Drifting, gate
+from parity_cases import DIMS, METHODS, STATE, RandomEnv, gate
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
@@ -70,7 +70,7 @@ def test_an_update_changes_all_but_frozen_weights():
 
 
 @pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
-@pytest.mark.parametrize("backend", [Instructed, Drifting])
+@pytest.mark.parametrize("backend", [Instructed, RandomEnv])
 def test_every_trainable_weight_has_a_gradient(method, backend):
     """Weight decay alone would change a weight without a gradient in imitation."""
     env = Env(backend(2))
@@ -121,8 +121,8 @@ def test_actions_depend_on_every_input():
 
 
 def test_an_env_may_have_a_state_only_or_an_image_only():
-    policy = make_native(Drifting(1).spec)
-    observed = Env(Drifting(4)).reset(0).select("observation")
+    policy = make_native(RandomEnv(1).spec)
+    observed = Env(RandomEnv(4)).reset(0).select("observation")
     assert policy.act(observed)["action"].shape == (4, 4, DIMS)
     # <begin> and the state
     assert policy.encode(observed)[1]["mask"].sum(1).tolist() == [2] * 4

@@ -11,7 +11,7 @@ from doubles import LinearPolicy, counting_env
 from doubles_judge import JudgeConfig, JudgingWorldModel
 from doubles_memory import CountingPolicy, CueBackend
 from doubles_native import SMALL, Instructed, make_native, rollout_of_native
-from parity_cases import DIMS, Drifting, gate
+from parity_cases import DIMS, RandomEnv, gate
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
@@ -233,7 +233,7 @@ def test_a_missing_memory_counts_as_zeros():
 
 
 def test_without_observations_the_memory_is_a_clock():
-    policy = NativeVLA(NativeVLAConfig(**SMALL, memory_size=3), type(Drifting(1).spec)({}, DIMS), 1)
+    policy = NativeVLA(NativeVLAConfig(**SMALL, memory_size=3), type(RandomEnv(1).spec)({}, DIMS), 1)
     assert policy.remember(TensorDict({}, [2])).tolist() == [[0.5, 0, 0]] * 2
 
 

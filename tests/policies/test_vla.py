@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doubles_native import Instructed, make_native
-from doubles_vla import INSTRUCTIONS, Seeing, Sized, config
+from doubles_vla import INSTRUCTIONS, RandomCameraEnv, Sized, config
 from parity_cases import DIMS, REPLAY, STATE, gate
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
@@ -35,11 +35,11 @@ MODELS = ["Plain", "TakesDeterministic", "Samples", "StepByStep", "Flows"]
 
 def make(model="Samples", chunk=1, padding=0, **settings):
     torch.manual_seed(0)
-    return make_policy(config(model, **settings), Seeing(1, padding).spec, chunk)
+    return make_policy(config(model, **settings), RandomCameraEnv(1, padding).spec, chunk)
 
 
 def rollout(model="Samples", chunk=1, num_envs=8, padding=0, **settings):
-    env = Env(Seeing(num_envs, padding), "cpu")
+    env = Env(RandomCameraEnv(num_envs, padding), "cpu")
     policy = make(model, chunk, padding, **settings)
     buffer = RolloutBuffer(-(-REPLAY // num_envs))
     Collector(env, policy, seed=0, chunk=chunk).collect(buffer)
@@ -48,7 +48,7 @@ def rollout(model="Samples", chunk=1, num_envs=8, padding=0, **settings):
 
 def make_td(batch=6, seed=0):
     """Observations of one decision."""
-    backend = Seeing(batch)
+    backend = RandomCameraEnv(batch)
     backend.rng = np.random.default_rng(seed)
     observation = TensorDict({}, [batch])
     for name, value in backend._observe().items():
@@ -67,7 +67,7 @@ def test_actions_of_all_built_in_policies_have_no_autograd_graph(kind, greedy):
     if kind is NativeVLAConfig:
         policy, td = make_native(), Env(Instructed(2)).reset(0)
     else:
-        spec = Seeing(1).spec
+        spec = RandomCameraEnv(1).spec
         policy, td = make() if kind is VLAConfig else make_policy(kind(use_images=False), spec, 1), make_td(2)
     policy.train()
     done = policy.act(td if greedy else noisy(policy, td))
@@ -83,7 +83,7 @@ def error_of(*arguments, **settings):
 
 def test_the_error_of_a_model_that_fails_lists_its_observations():
     torch.manual_seed(0)
-    env = Env(Seeing(2), "cpu")
+    env = Env(RandomCameraEnv(2), "cpu")
     policy = make_policy(config(observation_keys={"rgb": None}), env.spec, 1)
     with pytest.raises(UserError) as caught:
         Collector(env, policy, 0).decide()
@@ -133,7 +133,7 @@ def test_the_gate_detects_a_small_change_of_weights(model):
 
 def test_normalised_actions_and_states_pass_the_gate():
     torch.manual_seed(0)
-    env = Env(Seeing(8), "cpu")
+    env = Env(RandomCameraEnv(8), "cpu")
     policy = make_policy(config(normalize_actions=True, normalize_observations=True), env.spec, 4)
     statistics = {"action": {"mean": np.full(DIMS, 0.3), "std": np.full(DIMS, 2.0)}}
     statistics["observation/state"] = {"mean": np.ones(STATE), "std": np.full(STATE, 3.0)}
@@ -313,7 +313,7 @@ def test_only_adapters_and_the_value_head_learn_with_lora():
     assert len(changed) == 6
     # new adapters add nothing: only now do they have an effect
     buffer = RolloutBuffer(32)
-    Collector(Env(Seeing(8), "cpu"), policy, seed=1).collect(buffer)
+    Collector(Env(RandomCameraEnv(8), "cpu"), policy, seed=1).collect(buffer)
     assert policy.model.mean.lora_B["default"].weight.abs().max() > 0
     gate(policy, buffer).check(0.05)
 
@@ -389,7 +389,7 @@ def test_action_dims_that_do_not_match():
     with pytest.raises(UserError, match=r"OddActions: shape of the actions=\[6, 6\], but a decision takes 3"):
         make("OddActions").act(make_td())
     with pytest.raises(UserError, match="'doubles_vla:Flows' has a flow head; .*make_policy"):
-        VLAPolicy(config("Flows"), Seeing(1).spec, 1)
+        VLAPolicy(config("Flows"), RandomCameraEnv(1).spec, 1)
     error = error_of("Flows", model_settings={"action_dim": 5})
     assert "Flows.denoise fails for chunks [1, 1, 3]" in error and "1 steps" in error
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from doubles_vla import Seeing, config
+from doubles_vla import RandomCameraEnv, config
 from test_distributed import on_two_ranks
 
 from sparring.algorithms.configs import GRPOConfig
@@ -31,13 +31,13 @@ LEARNING = GRPOConfig(mini_batch_size=STEPS * ROBOTS, epochs=2, adam_eps=1.0, po
 
 def made(settings: dict, seed: int):
     torch.manual_seed(seed)
-    return make_policy(config(**settings), Seeing(1).spec, 1).eval()
+    return make_policy(config(**settings), RandomCameraEnv(1).spec, 1).eval()
 
 
 def rollout_of(policy, rank: int):
     """Each robot's decisions are one episode; pairs of robots are a group."""
     buffer = RolloutBuffer(STEPS)
-    Collector(Env(Seeing(ROBOTS), "cpu"), policy, seed=rank).collect(buffer)
+    Collector(Env(RandomCameraEnv(ROBOTS), "cpu"), policy, seed=rank).collect(buffer)
     rollout = buffer.rollout()
     robot = torch.arange(ROBOTS) + rank * ROBOTS
     rollout["episode"], rollout["group"] = robot.repeat(STEPS, 1), (robot // 2).repeat(STEPS, 1)

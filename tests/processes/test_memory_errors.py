@@ -7,7 +7,7 @@ import pytest
 import tiny_pi0
 import torch
 from doubles_native import Instructed, make_native
-from parity_cases import Drifting
+from parity_cases import RandomEnv
 from pi0_cases import Cameras, make
 from tensordict import TensorDict
 from torch import nn
@@ -95,7 +95,7 @@ def policy():
 def made(failing="", **config):
     torch.manual_seed(0)
     kind = type("Failing", (FailingPolicy,), {"failing": failing})
-    return kind(ActorCriticConfig(**config), Drifting(1).spec, 1)
+    return kind(ActorCriticConfig(**config), RandomEnv(1).spec, 1)
 
 
 def error_of(function, *arguments) -> str:
@@ -107,7 +107,7 @@ def error_of(function, *arguments) -> str:
 
 def collected(policy, steps=8):
     buffer = RolloutBuffer(steps)
-    Collector(Env(Drifting(ROBOTS)), policy, seed=0).collect(buffer)
+    Collector(Env(RandomEnv(ROBOTS)), policy, seed=0).collect(buffer)
     return buffer.get(flatten=False)
 
 
@@ -209,7 +209,7 @@ def test_creating_and_moving_a_policy(monkeypatch):
         ("move", "moving the policy to cpu"),
     ):
         monkeypatch.setattr(FailingPolicy, "failing", failing)
-        assert f"out of memory while {hint}" in error_of(make_policy, config, Drifting(1).spec, 1)
+        assert f"out of memory while {hint}" in error_of(make_policy, config, RandomEnv(1).spec, 1)
 
 
 @pytest.mark.parametrize("failing", ["act", "value"])
@@ -220,7 +220,7 @@ def test_acting(failing):
 
 
 def test_acting_in_an_evaluation():
-    collector = Collector(Env(Drifting(ROBOTS)), made("act"), seed=0, greedy=True)
+    collector = Collector(Env(RandomEnv(ROBOTS)), made("act"), seed=0, greedy=True)
     assert "Set rollout.n_envs=2 or less" in error_of(collector.decide)
 
 
@@ -263,7 +263,7 @@ class Dataset:
 def test_imitation():
     def imitating(policy, **settings):
         config = ImitateConfig(batch_size=6, steps_per_update=1, **settings)
-        phase = Imitate(config, Env(Drifting(1)), policy, Dataset(), Distributed("cpu"), 0)
+        phase = Imitate(config, Env(RandomEnv(1)), policy, Dataset(), Distributed("cpu"), 0)
         phase._begin = lambda: None
         return phase
 
@@ -287,16 +287,16 @@ def test_command_line_prints_no_traceback(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("model", ["Samples", "Flows"])
 def test_vla_models(monkeypatch, model):
-    policy = make_policy(doubles_vla.config(model), doubles_vla.Seeing(1).spec, 1)
+    policy = make_policy(doubles_vla.config(model), doubles_vla.RandomCameraEnv(1).spec, 1)
     monkeypatch.setattr(policy.model, "encode" if model == "Flows" else "sample", run_out)
-    collector = Collector(Env(doubles_vla.Seeing(ROBOTS)), policy, seed=0)
+    collector = Collector(Env(doubles_vla.RandomCameraEnv(ROBOTS)), policy, seed=0)
     text = error_of(collector.collect, RolloutBuffer(2))
     assert "Set rollout.n_envs=2 or less" in text and "policy.lora_r=8 or policy.frozen" in text
     # out of memory while the interface is probed
     if model == "Flows":
         monkeypatch.setattr(doubles_vla.Flows, "denoise", run_out)
         assert "making the policy (vla)" in error_of(
-            make_policy, doubles_vla.config("Flows"), doubles_vla.Seeing(1).spec, 1
+            make_policy, doubles_vla.config("Flows"), doubles_vla.RandomCameraEnv(1).spec, 1
         )
 
 
