@@ -1,4 +1,4 @@
-"""Draws who was at work when in a run that async.py vla measured: docs/images/async_timeline.png.
+"""Draws the stages of an asynchronous run over time (results of `async.py vla`): docs/images/async_timeline.png.
 
 python benchmarks/async_picture.py
 """
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "async_timeline.png"
 SECONDS = 4.0
-# pixels, drawn at twice the size that they are shown at
+# in pixels; the picture is drawn at twice its displayed size
 WIDTH, LEFT, LANE, BAR, TOP, BOTTOM = 1600, 300, 56, 38, 24, 64
 INK, PAPER, FAINT = (40, 44, 52), (255, 255, 255), (222, 224, 228)
 # from top to bottom
@@ -20,7 +20,7 @@ COLOURS = {"simulate": (0, 114, 178), "infer": (213, 94, 0), "learn": (0, 138, 1
 
 
 def draw(spans: list[dict]) -> Image.Image:
-    lanes = sorted({(stage, s["who"]) for s in spans for stage in COLOURS if s["stage"] == stage}, key=_place)
+    lanes = sorted({(stage, s["who"]) for s in spans for stage in COLOURS if s["stage"] == stage}, key=_lane_order)
     begin = min(span["begin"] for span in spans if span["stage"] == "learn")
     scale = (WIDTH - LEFT - TOP) / SECONDS
     height = TOP + len(lanes) * LANE + BOTTOM
@@ -38,12 +38,12 @@ def draw(spans: list[dict]) -> Image.Image:
             first, last = max(span["begin"] - begin, 0.0), min(span["end"] - begin, SECONDS)
             if (span["who"], span["stage"]) == (who, stage) and last > first:
                 left, right = LEFT + first * scale, LEFT + last * scale
-                # turns that follow each other at once are seen apart
+                # one pixel less, so that consecutive spans remain distinguishable
                 pen.rectangle([left, y, max(right - 1, left), y + BAR], COLOURS[stage])
     return page
 
 
-def _place(lane: tuple[str, str]) -> tuple[int, str]:
+def _lane_order(lane: tuple[str, str]) -> tuple[int, str]:
     stage, who = lane
     return list(COLOURS).index(stage), who
 

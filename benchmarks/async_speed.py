@@ -1,13 +1,12 @@
-"""How long an update takes, in turns and at the same time, and how much faster it could be at best.
+"""How long does an update take with synchronous and asynchronous collection, and how fast could it be at most?
 
-Nothing is faster than its busiest resource, and no stage than it is with the whole machine for itself, so that
+No run is faster than its busiest resource, and no stage is faster than with the complete machine. Hence
 
-    bound = synchronous time / max(simulate, infer, learn, CPU seconds / cores)
+    bound (largest speedup) = synchronous time / max(simulate, infer, learn, CPU seconds / cores)
 
-where a GPU's seconds count too (async_vla.py). Synchronous time is that of the fastest of several runs that use the
-machine differently, groups of robots among them (which overlap simulating and deciding in turns with learning, too).
-What it is divided by is of each the least that any of these runs took: threads that wait for each other burn time that
-the work does not need.
+On a GPU, GPU seconds are another term of the maximum (async_vla.py). The synchronous time is that of the fastest of
+several settings, including groups of robots, which overlap simulation and inference. Each term of the maximum is its
+minimum over these settings, because waiting threads consume CPU time that the work does not need.
 """
 
 import os
@@ -20,13 +19,13 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """Of an update, mean seconds."""
+    """Means over updates, in seconds per update."""
 
     settings: list[str]
     seconds: float
     stages: dict[str, float]
     metrics: dict[str, float]
-    # of all threads of this process
+    # sum over all threads of this process
     cpu_seconds: float
     spans: list = field(repr=False)
 
@@ -37,7 +36,7 @@ class Timing:
 
 
 def time_updates(settings: list[str], updates: int, warm_up: int) -> Timing:
-    """`updates` of them after `warm_up`."""
+    """Time `updates` updates after `warm_up` untimed ones."""
     import torch
 
     from sparring.config.schema import load_config
@@ -64,46 +63,46 @@ def time_updates(settings: list[str], updates: int, warm_up: int) -> Timing:
     return Timing(settings, seconds, stages, {n: means[n] for n in names if n in means}, busy, spans)
 
 
-def compare(base: list[str], in_turns: list[list[str]], at_once: list[list[str]], updates: int, warm_up: int) -> dict:
-    """The fastest of each, the bound, and what part of it is reached."""
-    sync = [[*base, *more] for more in in_turns]
-    both = [[*base, "rollout.mode=async", *more] for more in at_once]
-    # in turns, and the best of each: a machine that is slow for a while favours none
-    rounds = [[time_updates(settings, updates, warm_up) for settings in (*sync, *both)] for _ in range(ROUNDS)]
-    timings = [min(tries, key=lambda timing: timing.seconds) for tries in zip(*rounds, strict=True)]
-    sync, both = timings[: len(sync)], timings[len(sync) :]
-    best, other = (min(tried, key=lambda timing: timing.seconds) for tried in (sync, both))
+def compare(base: list[str], sync: list[list[str]], asynchronous: list[list[str]], count: int, warm_up: int) -> dict:
+    """The fastest synchronous and asynchronous setting, the largest possible speedup, and the share reached."""
+    sync = [[*base, *more] for more in sync]
+    overlapped = [[*base, "rollout.mode=async", *more] for more in asynchronous]
+    # settings take turns and the best round of each counts, so that a slow period of the machine favours none
+    rounds = [[time_updates(settings, count, warm_up) for settings in (*sync, *overlapped)] for _ in range(ROUNDS)]
+    timings = [min(repeats, key=lambda timing: timing.seconds) for repeats in zip(*rounds, strict=True)]
+    sync, overlapped = timings[: len(sync)], timings[len(sync) :]
+    best_sync, best_async = (min(tried, key=lambda timing: timing.seconds) for tried in (sync, overlapped))
     cores = len(os.sched_getaffinity(0))
     needed = [min(timing.stages[stage] for timing in sync) for stage in STAGES]
     needed.append(min(timing.cpu_seconds for timing in sync) / cores)
-    bound, gain = best.seconds / max(needed), best.seconds / other.seconds
+    bound, gain = best_sync.seconds / max(needed), best_sync.seconds / best_async.seconds
     return {
         "cores": cores,
-        "sync": best.as_dict(),
-        "async": other.as_dict(),
+        "sync": best_sync.as_dict(),
+        "async": best_async.as_dict(),
         "tried": [timing.as_dict() for timing in timings],
         "bound": round(bound, 3),
         "gain": round(gain, 3),
         "of_bound": round(gain / bound, 3),
-        "overlap": overlaps(other.spans),
-        "spans": [vars(span) for span in other.spans],
+        "overlap": overlaps(best_async.spans),
+        "spans": [vars(span) for span in best_async.spans],
     }
 
 
 def overlaps(spans: list) -> dict[str, float]:
-    """The share of the time of learning in which a robot was simulated, and in which one was decided for."""
+    """For simulation and inference, the share of the learning time during which they were active."""
     learning = _merged([(s.begin, s.end) for s in spans if s.stage == "learn"])
     length = sum(end - begin for begin, end in learning)
     shares = {}
     for stage in ("simulate", "infer"):
         others = _merged([(s.begin, s.end) for s in spans if s.stage == stage])
-        both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in learning for b in others)
-        shares[stage] = round(both / length, 3) if length else 0.0
+        overlapped = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in learning for b in others)
+        shares[stage] = round(overlapped / length, 3) if length else 0.0
     return shares
 
 
 def _merged(parts: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time, in parts that do not overlap."""
+    """The union of the intervals, as intervals that do not overlap."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(parts):
         if merged and begin <= merged[-1][1]:
@@ -114,7 +113,7 @@ def _merged(parts: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def gpu_seconds(work) -> float:
-    """Of its kernels. What launches kernels in this process afterwards is slower: ask last."""
+    """Seconds of the kernels of `work`. Call it last: profiling slows later kernel launches of this process."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,18 +1,19 @@
-"""Is learning from rollouts that are four versions behind worse without a correction than with one?
+"""If rollouts are four policy versions old, is learning without an off-policy correction worse than with one?
 
     python benchmarks/async_stale.py none --seed 0
-    python benchmarks/async_stale.py decoupled --seed 1 --minutes 5      # again to go on
+    python benchmarks/async_stale.py decoupled --seed 1 --minutes 5      # repeat the command to resume
     python benchmarks/async_stale.py none decoupled --clip 0.1 0.2 --staleness 1 4 --seed 0 1 2 3 4
     python benchmarks/async_stale.py --summary
 
-`reach_d0` from state with `rollout.mode=async rollout.staleness=4`, compared with turns (sync). All ways have the same
-settings (`SETTINGS`), but for `ppo.correction`; robots are not paced (`rollout.least_ess=0`). The learner rests between
-updates until it is slower than the robots, so rollouts really are four behind: a run whose staleness, from the sixth
-update on, is more than 0.5 below that on average is refused. Every 5,000 steps the greedy policy plays 50 held-out
-episodes, at the end 200. `--clip` and `--staleness` repeat it with other clips and one version behind.
+`reach_d0` from state with `rollout.mode=async rollout.staleness=4`, compared with synchronous collection (sync). All
+runs have the same settings (`SETTINGS`) except `ppo.correction`, and `rollout.least_ess=0` lets robots collect without
+waiting. The learner sleeps between updates until it is slower than the robots, so that rollouts really are four
+versions old: a run whose mean staleness, from the sixth update on, is below 3.5 is not stored. The greedy policy is
+evaluated every 5,000 steps on 50 held-out episodes, and at the end on 200. `--clip` and `--staleness` repeat the
+comparison with other values.
 
-Settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2 (0 to 4 for the default). What
-was tried with seed 100, greedy success at the end:
+The settings were chosen with seed 100, which is not counted, then run with seeds 0, 1 and 2 (0 to 4 for the default).
+Trials with seed 100, greedy success at the end:
 
 | task and settings | sync | none | truncated | decoupled | vtrace |
 | --- | --- | --- | --- | --- | --- |
@@ -22,17 +23,16 @@ was tried with seed 100, greedy success at the end:
 | reach_d0, lr 1e-3, 4 epochs, clip 0.2, 25,000 steps | 100 % | 90.5 % | 77 % | 51 % | |
 | reach_d0, lr 1e-3, 10 epochs, clip 0.05, 25,000 steps (chosen) | 100 % | 66.5 % | 94 % | 100 % | 99.5 % |
 
-So a correction is not better whatever the settings. Without one, the clip holds a policy to within `clip_ratio` of the
-weights that acted, four versions back: slow, but steady. With `decoupled` or `truncated`, each update may go that far
-again from where it is, on advantages that are four versions old.
+A correction is therefore not better with all settings. Without one, the clip keeps the policy within `clip_ratio` of
+the behaviour policy, four versions back: slow, but stable. With `decoupled` or `truncated`, each update may move that
+far from the current policy, on advantages that are four versions old.
 
-The default of `ppo.correction` is chosen by clips 0.1 and 0.2, staleness 1 and 4, seeds 0 to 4: the way with the most
-successes over the four together, if it is ahead of the present default (`decoupled`) by more than 1.96 standard errors
-of the difference, taken over the seeds; else by the mean of the curves in the same way; else the default stays. This
-was settled before the runs.
+Rule for the default of `ppo.correction`, fixed before the runs: over clips 0.1 and 0.2, staleness 1 and 4 and seeds 0
+to 4, the correction with the most successes, if it exceeds the present default (`decoupled`) by more than 1.96
+standard errors of the difference over the seeds; else by the mean of the curves in the same way; else no change.
 
-One process on one thread learns, another collects. A run that is cut short goes on from its last checkpoint in
-benchmarks/runs/; what is done is kept in results/async_stale.json.
+One process with one thread learns, another collects. An interrupted run resumes from its last checkpoint in
+benchmarks/runs/; finished runs are stored in results/async_stale.json.
 """
 
 import argparse
@@ -45,9 +45,9 @@ import report
 
 RUNS = Path(__file__).parent / "runs"
 RESULTS = report.RESULTS / "async_stale.json"
-# the first rollouts of a run are fresher, and not counted; those after an evaluation or a break may be, too
-FRESHER, TOLERANCE = 5, 0.5
-# how much longer the learner takes over a rollout than the robots
+# the first rollouts of a run are less stale and not counted; those after an evaluation or a resume may be, too
+UNCOUNTED, TOLERANCE = 5, 0.5
+# seconds per update of the learner / seconds per rollout of the robots
 SLOWER = 1.5
 SETTINGS = [
     "task_name=reach_d0",
@@ -71,14 +71,14 @@ def settings_of(way: str, clip: float, staleness: int) -> list[str]:
 
 
 def problem_of(way: str, clip: float, staleness: int) -> str:
-    """What a result is kept under."""
+    """The name under which a result is stored."""
     if (clip, staleness) == (CLIP, STALENESS) or way == "sync" and clip == CLIP:
         return way
     return f"{way} clip={clip}" + (f" staleness={staleness}" if way != "sync" else "")
 
 
 def train(problem: str, seed: int, minutes: float, settings: list[str], folder: Path) -> dict:
-    """Train until the last step or out of time; what is known of the run so far."""
+    """Train until the last step or until `minutes` are over; return the record of the run so far."""
     import torch
 
     from sparring.config.schema import load_config
@@ -98,7 +98,7 @@ def train(problem: str, seed: int, minutes: float, settings: list[str], folder: 
             record["seconds"] += time.perf_counter() - started
             record["staleness"].append(int(metrics.get("staleness", 0)))
             if run.config.rollout.mode == "async":
-                # a learner that is slower than its robots, however busy the machine is
+                # makes the learner slower than its robots, however busy the machine is
                 time.sleep(max(0.0, SLOWER * metrics["collect_seconds"] - metrics["update_seconds"]))
             due = (record["curve"][-1]["steps"] if record["curve"] else 0) // EVALUATE_EVERY + 1
             if progress.env_steps >= due * EVALUATE_EVERY or run.fraction >= 1:
@@ -111,12 +111,12 @@ def train(problem: str, seed: int, minutes: float, settings: list[str], folder: 
         run.phase.env.close()
     about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     about |= {"settings": settings, "load": report.load(), "done": run.fraction >= 1}
-    staleness = round(statistics.fmean(record["staleness"][FRESHER:] or [0]), 3)
+    staleness = round(statistics.fmean(record["staleness"][UNCOUNTED:] or [0]), 3)
     return about | record | {"staleness": staleness, "updates": progress.updates}
 
 
 def judge(run, episodes: int) -> dict:
-    """The greedy policy on held-out episodes, with 95 % intervals."""
+    """Results of the greedy policy on held-out episodes, with 95 % intervals."""
     from sparring.envs.env import make_env
     from sparring.evaluation.play import play, wilson
 
@@ -135,8 +135,8 @@ def judge(run, episodes: int) -> dict:
 
 
 def summary(runs: dict) -> str:
-    """Over the seeds: the end, and the whole way as the mean of all points of the curve."""
-    rows = [("way", "seeds", "staleness", "final reward of each", "mean", "successes", "mean of the curve")]
+    """Over the seeds: the final evaluation, and the mean of all evaluations."""
+    rows = [("correction", "seeds", "staleness", "final reward of each", "mean", "successes", "mean of the curve")]
     for problem in dict.fromkeys(run["problem"] for run in runs.values()):
         rows.append((problem, *_row([run for run in runs.values() if run["problem"] == problem])))
     return report.table(rows)
@@ -148,48 +148,48 @@ def _row(known: list[dict]) -> tuple:
     ends = [run["curve"][-1] for run in known]
     won = wilson(round(sum(end["success"] for end in ends) * EPISODES), EPISODES * len(ends))
     rewards = [end["reward"] for end in ends]
-    whole = statistics.fmean(statistics.fmean(point["reward"] for point in run["curve"]) for run in known)
+    curve_mean = statistics.fmean(statistics.fmean(point["reward"] for point in run["curve"]) for run in known)
     return (
         len(known),
         f"{statistics.fmean(run['staleness'] for run in known):.2f}",
         " ".join(f"{end['reward']:.0f}+-{end['reward_margin']:.0f}" for end in ends),
         f"{statistics.fmean(rewards):.0f}",
         report.rate_in_words({"success": won.rate, "low": won.low, "high": won.high}),
-        f"{whole:.0f}",
+        f"{curve_mean:.0f}",
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; none: all")
+    parser.add_argument("ways", nargs="*", metavar="CORRECTION", help=f"{', '.join(WAYS)}; default: all")
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument("--clip", type=float, nargs="+", default=[CLIP])
     parser.add_argument("--staleness", type=int, nargs="+", default=[STALENESS])
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop each after this long; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop each run after this; repeat to resume")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not stored")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the checkpoints")
+    parser.add_argument("--summary", action="store_true", help="only print the stored results")
     args = parser.parse_args()
     if not args.summary:
         for seed in args.seed:
             for clip in args.clip:
                 for way in args.ways or WAYS:
                     for staleness in args.staleness if way != "sync" else [STALENESS]:
-                        go(way, seed, clip, staleness, args)
+                        run_seed(way, seed, clip, staleness, args)
     if RESULTS.is_file():
         print(summary(json.loads(RESULTS.read_text())["runs"]))
 
 
-def go(way: str, seed: int, clip: float, staleness: int, args) -> None:
+def run_seed(way: str, seed: int, clip: float, staleness: int, args) -> None:
     problem = problem_of(way, clip, staleness)
     folder = args.runs / "_".join(["async_stale", problem.replace(" ", "_"), f"seed{seed}", *args.set])
     folder.mkdir(parents=True, exist_ok=True)
     outcome = train(problem, seed, args.minutes, settings_of(way, clip, staleness) + args.set, folder)
     print({key: value for key, value in outcome.items() if key not in ("curve", "settings")}, flush=True)
     if not outcome["done"]:
-        print("not done yet, so not kept: the same call goes on (with more --minutes)")
+        print("not finished, so not stored; the same command (with more --minutes) resumes it")
     elif way != "sync" and outcome["staleness"] < staleness - TOLERANCE:
-        print(f"{problem}: rollouts were {outcome['staleness']} behind, so not kept; robots must be faster", flush=True)
+        print(f"{problem}: mean staleness {outcome['staleness']}, so not stored; robots must be faster", flush=True)
     elif not args.set and seed < 100:
         report.keep_run(RESULTS, RUNS, outcome)
 

@@ -1,11 +1,10 @@
-"""The `small` VLA on a GPU: is a run that collects while it learns as good as one in turns, and how much sooner?
+"""Is asynchronous RL of the `small` VLA on a GPU as successful as synchronous RL, and how much faster is it?
 
-Scripted experts show how to lift a cube; the VLA, which sees two cameras and what the robot feels, imitates them
-(configs/vla_small_imitate.yaml) and is then fine-tuned by PPO (configs/vla_small_finetune.yaml), in turns and at the
-same time, with the same seeds and as many steps. Each run has the machine and a process for itself, and uses it in the
-way that was the fastest for its mode in a few updates before. All go on from one imitation.
-
-Seconds are those of the updates after the first two, in which things are compiled, for as many updates as there were.
+Scripted experts record demonstrations of lifting a cube. The VLA, whose inputs are two cameras and the proprioceptive
+state, is trained on them by imitation (configs/vla_small_imitate.yaml) and fine-tuned by PPO
+(configs/vla_small_finetune.yaml), synchronously and asynchronously, with the same seeds and number of steps. Each run
+has its own process, and the machine use (`WAYS`) that was fastest for its mode in a few updates. All start from one
+imitation. Seconds exclude the first two updates, which compile code; their mean is extrapolated to all updates.
 """
 
 import time
@@ -22,13 +21,13 @@ CONFIGS = ("vla_small_imitate.yaml", "vla_small_finetune.yaml")
 EPISODES = 300
 # updates that are not timed
 FIRST = 2
-# updates that tell which way is the fastest
-TRIED = 8
-# of the async run, what is kept for the picture of its timeline
+# timed updates for choosing the fastest machine use
+TRIAL_UPDATES = 8
+# updates of the asynchronous run whose spans are stored for the picture of its timeline
 SHOWN = (10, 15)
-# who works when -> ways to use the machine: the share of the cores that simulates a group of robots, and the groups
+# mode -> machine uses: (share of the cores that simulates a group of robots, number of groups)
 WAYS = {"sync": ((1.0, 1), (0.5, 2)), "async": ((0.75, 1), (0.5, 2))}
-TOLD = (
+METRICS = (
     *(f"{stage}_seconds" for stage in ("simulate", "infer", "collect", "handover", "update")),
     *("staleness", "ess", "learner_idle", "actor_idle", "parity", "parity_ratio", "approx_kl", "explained_variance"),
 )
@@ -38,33 +37,33 @@ def judge(policy, config) -> dict:
     return stages.rate(stages.play(policy, config, EPISODES, greedy=True))
 
 
-def imitated(folder: Path, device: str, threads: int) -> stages.Stages:
-    """The imitation that all runs go on from; made where there is none."""
+def imitate(folder: Path, device: str, threads: int) -> stages.Stages:
+    """Train the policy from which all runs start, unless its folder exists."""
     folder.mkdir(parents=True, exist_ok=True)
     one = stages.Stages("vla", PROBLEM, *CONFIGS, judge, 0, folder, 0.0, threads, device, [])
     one.run()
     return one
 
 
-def tried(one: stages.Stages, mode: str, way: tuple[float, int]) -> dict:
-    """How long a few updates take."""
-    run = _started(one, mode, 0, way)
-    result = _timed(run, FIRST + TRIED)
+def try_machine_use(one: stages.Stages, mode: str, way: tuple[float, int]) -> dict:
+    """Time a few updates."""
+    run = _make_run(one, mode, 0, way)
+    result = _time_updates(run, FIRST + TRIAL_UPDATES)
     run.phase.env.close()
     return {key: result[key] for key in ("simulating_threads", "groups", "update", "stages")}
 
 
 def finetune(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]) -> dict:
-    """From what was imitated to the last step: how long it took and what came of it."""
-    run = _started(one, mode, seed, way)
-    result = {"mode": mode, "seed": seed} | _timed(run) | judge(run.phase.policy, run.config)
+    """Fine-tune from the imitation to the last step; return times and success."""
+    run = _make_run(one, mode, seed, way)
+    result = {"mode": mode, "seed": seed} | _time_updates(run) | judge(run.phase.policy, run.config)
     if (mode, seed) == ("sync", 0):
         result["gpu_seconds"] = round(gpu_seconds(lambda: run.phase.step(1.0)), 4)
     run.phase.env.close()
     return result
 
 
-def _started(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]):
+def _make_run(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]):
     from sparring.runs.run import Run
 
     share, groups = way
@@ -76,13 +75,13 @@ def _started(one: stages.Stages, mode: str, seed: int, way: tuple[float, int]):
     return Run(config.model_copy(update={"seed": seed}), quiet=True)
 
 
-def _timed(run, most: int | None = None) -> dict:
-    """Updates to the last step, or so many."""
+def _time_updates(run, most: int | None = None) -> dict:
+    """Run and time updates to the last step, or at most `most`."""
     import torch
 
     began = time.perf_counter()
     ends, spans, rows, shown = [], [], [], []
-    # every turn of every stage, to the end
+    # record the spans of all updates
     run.phase.detailed_updates = PROBLEM.steps
     while run.fraction < 1 and (most is None or len(rows) < most):
         rows.append(run.phase.step(run.fraction))
@@ -92,7 +91,7 @@ def _timed(run, most: int | None = None) -> dict:
         spans += new
         shown += new if SHOWN[0] <= len(rows) < SHOWN[1] else []
     each = (ends[-1] - ends[FIRST - 1]) / (len(ends) - FIRST)
-    known = [name for name in TOLD if any(name in row for row in rows[FIRST:])]
+    known = [name for name in METRICS if any(name in row for row in rows[FIRST:])]
     means = {name: round(fmean(row[name] for row in rows[FIRST:] if name in row), 4) for name in known}
     rollout, pictured = run.config.rollout, run.config.rollout.mode == "async" and run.config.seed == 0
     return {

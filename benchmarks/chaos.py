@@ -1,10 +1,10 @@
-"""Is anything lost or let in, and does anything hang, whatever happens to a run? One part for each kind of fault.
+"""After deliberate faults: is data lost, is foreign code executed, does a process hang? One part per kind of fault.
 
     python benchmarks/chaos.py all [--minutes 60] [--only kills server]
     python benchmarks/chaos.py PART [--minutes M] [--seed S] [--only CASE ...]
 
-- kills: `kill -9` at random instants of every phase and mode; the same command resumes, to the same end
-- writes: each call that writes during a save fails, is cut short, or is the last one of its process
+- kills: `kill -9` at random instants of every phase and mode; the same command resumes and reaches the same end
+- writes: each system call that writes during a save fails, is cut short, or is the last one of its process
 - corruption: damaged files in run folders, datasets, recordings and episode stores
 - configs: random and broken configs and overrides
 - envs: envs that hang, crash or return nonsense, in one process, in workers and with `rollout.mode=async`
@@ -12,12 +12,12 @@
 - divergence: learning rates of 1e-6 to 1e30 in every phase
 - hostile: run folders, checkpoints and datasets of others that try to execute code
 - server: half-open, slow, huge and malformed requests to `sparring watch`
-- soak: memory, open files and threads of runs that do not end
+- soak: memory, open files and threads of endless runs
 - cost: seconds that verification adds to saving and loading a checkpoint; measured, never bad
 
-Cases take turns, a trial each. A part starts no trial after its minutes are over, and reports which cases it completed.
-Results are kept in results/chaos_<part>.json; `--output FOLDER` keeps them elsewhere. `all` shares the minutes out and
-runs the parts one after the other. Two parts may run at once. Exit status 1: something was bad.
+Cases take turns, one trial each. A part starts no trial after its minutes are over, and reports which cases are
+complete. Results are stored in results/chaos_<part>.json; `--output FOLDER` selects another folder. `all` divides the
+minutes among the parts and runs one after the other. Two parts may run at once. Exit status 1: a trial was bad.
 """
 
 import argparse
@@ -37,17 +37,17 @@ from types import ModuleType
 
 import report
 
-# part -> minutes that its default trials take on two quiet cores, with a margin: the default of --minutes.
+# part -> minutes of its default trials on two idle cores, with a margin: the default of --minutes.
 # Each is a module chaos_<part>.py:
-# - CASES: what --only chooses from; add_arguments(parser): options of its own
-# - trials(case, args, work): yields what was found in each trial of a case, with at least a "verdict"; it prepares what
-#   it needs when the first one is asked for. "of" is the number of trials that the case has, where that is known
-# - BAD: the verdicts that must not be; summary(trials): more figures of a case
+# - CASES: the choices of --only; add_arguments(parser): its own options
+# - trials(case, args, work): a generator of one dict per trial, with at least a "verdict"; "of" is the number of trials
+#   of the case, if known. It prepares the case at the first trial
+# - BAD: the verdicts that are bad; summary(trials): more figures of a case
 PARTS = {
     **{"kills": 45, "writes": 75, "corruption": 20, "configs": 5, "envs": 30, "async": 15, "divergence": 30},
     **{"hostile": 15, "server": 6, "soak": 60, "cost": 3},
 }
-KEEP_EVERY_S = 60
+SAVE_EVERY_S = 60
 
 
 @dataclass
@@ -66,8 +66,8 @@ class Case:
 
 
 def measure(part: ModuleType, args: argparse.Namespace, work: Path, save: Callable[[dict], None]) -> dict[str, dict]:
-    """The figures of each case that was begun. `save` gets them now and then, and at the end, however that comes."""
-    began = kept_at = time.monotonic()
+    """Run trials; return the figures of each started case. `save` stores them every minute and at the end."""
+    began = saved_at = time.monotonic()
     end = began + 60 * args.minutes
     turns = {name: part.trials(name, args, work) for name in args.only}
     cases = {name: Case() for name in args.only}
@@ -77,7 +77,7 @@ def measure(part: ModuleType, args: argparse.Namespace, work: Path, save: Callab
 
     try:
         while turns and time.monotonic() < end:
-            # the one that had the fewest trials
+            # the case with the fewest trials
             name = min(turns, key=lambda name: len(cases[name].trials))
             case, before = cases[name], time.monotonic()
             trial = next(turns[name], None)
@@ -93,8 +93,8 @@ def measure(part: ModuleType, args: argparse.Namespace, work: Path, save: Callab
                 turns.pop(name).close()
             if trial["verdict"] in part.BAD:
                 print(f"{args.part} {name}: {trial}", flush=True)
-            if now > kept_at + KEEP_EVERY_S:
-                kept_at = now
+            if now > saved_at + SAVE_EVERY_S:
+                saved_at = now
                 print(
                     f"{args.part}: {sum(len(c.trials) for c in cases.values())} trials, {now - began:.0f} s", flush=True
                 )
@@ -106,8 +106,8 @@ def measure(part: ModuleType, args: argparse.Namespace, work: Path, save: Callab
     return figures()
 
 
-def keep(file: Path, about: dict, found: dict[str, dict]) -> None:
-    """Other cases of the same part may be measured at the same time."""
+def store(file: Path, about: dict, found: dict[str, dict]) -> None:
+    """Merge `found` into the file, under a lock: another process may measure other cases of the same part."""
     with open(Path(tempfile.gettempdir()) / f"sparring-chaos-{os.getuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = json.loads(file.read_text())["cases"] if file.is_file() else {}
@@ -117,7 +117,7 @@ def keep(file: Path, about: dict, found: dict[str, dict]) -> None:
 
 
 def total(cases: dict[str, dict]) -> dict:
-    """Sums of what is counted in the cases."""
+    """Sums of the counts of all cases."""
     sums = Counter[str]()
     for case in cases.values():
         sums.update({name: count for name, count in case.items() if type(count) is int})
@@ -129,10 +129,10 @@ def run_part(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         work = (args.work or Path(scratch)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        # what is written is signed by a key of its own
+        # the part signs its files with its own key
         os.environ |= {"XDG_CONFIG_HOME": str(work / "key"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         file = args.output / f"chaos_{args.part}.json"
-        found = measure(args.module, args, work, lambda figures: keep(file, about, figures))
+        found = measure(args.module, args, work, lambda figures: store(file, about, figures))
         summary = {"cases": len(found), "of": len(args.only), "complete": sum(c["complete"] for c in found.values())}
         summary |= {name: total(found).get(name, 0) for name in ("trials", "bad")}
         report.write_json(work / "summary.json", summary | {"seconds": round(time.monotonic() - began)})
@@ -146,7 +146,7 @@ def run_part(args: argparse.Namespace) -> int:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Each part in a process of its own. What one does not need of its time is left to the others."""
+    """Run each part in a new process. Time that a part does not need is left to the later ones."""
     end = time.monotonic() + 60 * args.minutes
     rows, bad = [], False
     for number, name in enumerate(args.only):
@@ -167,16 +167,16 @@ def run_all(args: argparse.Namespace) -> int:
     return int(bad)
 
 
-def parsed(words: list[str]) -> argparse.Namespace:
+def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, minutes in (PARTS | {"all": sum(PARTS.values())}).items():
         part = parts.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter)
-        what = "start no trial after these (default: %(default)s)"
+        what = "start no trial after this (default: %(default)s)"
         part.add_argument("--minutes", type=float, default=minutes, help=what)
         part.add_argument("--seed", type=int, default=0)
         part.add_argument("--output", type=Path, default=report.RESULTS, help="folder of the results")
-        part.add_argument("--work", type=Path, help="keep run folders and output here, to look at afterwards")
+        part.add_argument("--work", type=Path, help="keep run folders and output here, for inspection")
         choices = list(PARTS)
         if name in PARTS and name in words[:1]:
             module = importlib.import_module(f"chaos_{name}")
@@ -192,7 +192,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     # before torch is imported
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    args = parsed(words)
+    args = parse_arguments(words)
     return run_all(args) if args.part == "all" else run_part(args)
 
 

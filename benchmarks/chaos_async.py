@@ -1,16 +1,15 @@
-"""Whatever is killed or hangs, does an asynchronous run end soon, by name, with nothing left, and resume afterwards?
+"""If a process of an asynchronous run dies or hangs, does the run end soon, name the failure, clean up, and resume?
 
-Each trial is a real `sparring train finetune rollout.mode=async` on CartPole-v1 (4 robots, two worker processes) that
-learns until something happens to it, at a random moment: a worker of the env, the actor process or (with
-`--gpus 2`) a learner rank is killed or stopped (SIGKILL, SIGSTOP: a stopped process hangs), or the policy raises or
-hangs while it decides. `rollout.watchdog_s` is 2. Of each trial are kept the seconds from the failure until the command
-has ended. Bad are:
+Each trial is a real `sparring train finetune rollout.mode=async` on CartPole-v1 (4 robots, two worker processes). At a
+random moment an env worker, the actor process or (with `--gpus 2`) a learner rank is killed or stopped (SIGKILL;
+SIGSTOP, which makes it hang), or the policy raises or hangs while it acts. `rollout.watchdog_s` is 2. A trial stores
+the seconds from the failure to the end of the command. Verdicts (all but `late` are bad):
 
-- `hang`: 60 s without an end; `late`, which is no more than reported, is one after 10 s: loaded machines are slow
-- `not named`: what it printed does not name what failed
-- `left`: a process that it had is there 10 s after the failure, and 2 s after the end
-- `no resume`: the same command does not resume from a checkpoint and make one more update; each trial resumes the last
-  one, and one more start follows the last trial
+- `hang`: no end within 60 s; `late`: an end after more than 10 s, which loaded machines may need
+- `silent`: exit status 0; `not named`: the output does not name the failure
+- `left`: one of its processes exists 10 s after the failure and 2 s after the end
+- `no resume`: the same command does not resume from a checkpoint and make one more update; each trial resumes the
+  previous one, and one more start follows the last trial
 """
 
 import argparse
@@ -28,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-SOON, HANG_S, START_S = 10.0, 60.0, 180.0
+LATE_S, HANG_S, START_S = 10.0, 60.0, 180.0
 WORDS = ["train", "finetune", "env.name=gym:CartPole-v1", "env.vectorize=process", "env.workers=2", "--envs", "4"]
 WORDS += ["policy.name=failing_policy:FailingPolicy", "policy.hidden=[16]", "rollout.steps=16", "threads=1"]
 WORDS += ["rollout.mode=async", "rollout.staleness=1", "rollout.watchdog_s=2", "rollout.render_episodes=0"]
@@ -40,7 +39,7 @@ class NotStarted(Exception):
 
 
 class Training:
-    """The command, under way in a folder; `order` is the file that its policy reads."""
+    """The running command, in a folder; its policy fails as the file `order` demands (failing_policy.py)."""
 
     def __init__(self, folder: Path, *more: str):
         self.order, self.lines = folder / "order", folder / "run" / "episode_metrics.jsonl"
@@ -55,18 +54,18 @@ class Training:
                 words, env=os.environ | path | {"FAILING_POLICY": str(self.order)}, stdout=log, stderr=log
             )
         deadline = time.monotonic() + START_S
-        # it may begin by taking back lines that its checkpoint does not know of
-        while resumes and "resumes from" not in self.output() and self._may_still_begin(deadline):
+        # a resume may first remove lines that are newer than its checkpoint
+        while resumes and "resumes from" not in self.output() and self._wait_for_start(deadline):
             pass
         first = self.updates()
-        while (self.updates() < first + 2 or not self.saved()) and self._may_still_begin(deadline):
+        while (self.updates() < first + 2 or not self.saved()) and self._wait_for_start(deadline):
             pass
 
-    def _may_still_begin(self, deadline: float) -> bool:
+    def _wait_for_start(self, deadline: float) -> bool:
         time.sleep(0.05)
         if self.process.poll() is not None or time.monotonic() > deadline:
             self.end()
-            raise NotStarted(f"it did not begin:\n{self.output()}")
+            raise NotStarted(f"the run did not start:\n{self.output()}")
         return True
 
     def saved(self) -> bool:
@@ -78,23 +77,23 @@ class Training:
     def output(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
-    def everyone(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def find(self, words: str) -> list[psutil.Process]:
-        return [process for process in self.everyone() if words in " ".join(process.cmdline())]
+        return [process for process in self.processes() if words in " ".join(process.cmdline())]
 
     def ranks(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
 
     def end(self) -> None:
         if self.process.poll() is None:
-            kill([*self.everyone(), psutil.Process(self.process.pid)])
+            kill([*self.processes(), psutil.Process(self.process.pid)])
         self.process.wait()
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """But for the trackers of shared memory, which end by themselves: they free what the killed ones leave."""
+    """Kill all except the trackers of shared memory, which free the memory of killed processes and then end."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
@@ -103,18 +102,18 @@ def kill(processes: list[psutil.Process]) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is done to a training, and what it must report."""
+    """A fault, the report that must follow, and more settings."""
 
     fail: Callable[[Training, random.Random], None]
     reports: str
     more: tuple[str, ...] = ()
 
 
-def to_one(find: Callable[[Training], list[psutil.Process]], number: int) -> Callable:
+def strike(find: Callable[[Training], list[psutil.Process]], number: int) -> Callable:
     return lambda training, draw: draw.choice(find(training)).send_signal(number)
 
 
-def policy(word: str) -> Callable:
+def order(word: str) -> Callable:
     return lambda training, draw: training.order.write_text(word)
 
 
@@ -122,35 +121,35 @@ def workers(training: Training) -> list[psutil.Process]:
     return training.find("sparring.envs.worker_main")
 
 
-def collecting(training: Training) -> list[psutil.Process]:
+def actors(training: Training) -> list[psutil.Process]:
     return training.find("sparring.collect.remote.actor")
 
 
-# the stage that was at work, or none
-LATE = r"the actor process failed: (.* has not finished within|it is idle|it is stopped)"
+# the report names the active stage, or none
+NO_PROGRESS = r"the actor process failed: (.* has not finished within|it is idle|it is stopped)"
 BAD = ("hang", "silent", "not named", "left", "no resume")
 CASES = {
-    "env worker killed": Kind(to_one(workers, signal.SIGKILL), r"WorkerError: worker \d \(.*\) died with exit code -9"),
-    "env worker stopped": Kind(to_one(workers, signal.SIGSTOP), LATE),
-    "collecting process killed": Kind(to_one(collecting, signal.SIGKILL), "process failed: it died with exit code -9"),
-    "collecting process stopped": Kind(to_one(collecting, signal.SIGSTOP), LATE),
-    "policy raises": Kind(policy("raise"), r"deciding \(the policy's act\): ZeroDivisionError: nothing comes to mind"),
-    "policy hangs": Kind(policy("hang"), r"deciding \(the policy's act\) has not finished within"),
+    "env worker killed": Kind(strike(workers, signal.SIGKILL), r"WorkerError: worker \d \(.*\) died with exit code -9"),
+    "env worker stopped": Kind(strike(workers, signal.SIGSTOP), NO_PROGRESS),
+    "collecting process killed": Kind(strike(actors, signal.SIGKILL), "process failed: it died with exit code -9"),
+    "collecting process stopped": Kind(strike(actors, signal.SIGSTOP), NO_PROGRESS),
+    "policy raises": Kind(order("raise"), r"deciding \(the policy's act\): ZeroDivisionError: nothing comes to mind"),
+    "policy hangs": Kind(order("hang"), r"deciding \(the policy's act\) has not finished within"),
     "learner rank killed": Kind(
-        to_one(Training.ranks, signal.SIGKILL), r"process \d .* of 0\.\.1 died: killed by signal 9", ("--gpus", "2")
+        strike(Training.ranks, signal.SIGKILL), r"process \d .* of 0\.\.1 died: killed by signal 9", ("--gpus", "2")
     ),
     "learner rank stopped": Kind(
-        to_one(Training.ranks, signal.SIGSTOP), r"process \d .* of 0\.\.1 had no heartbeat", ("--gpus", "2")
+        strike(Training.ranks, signal.SIGSTOP), r"process \d .* of 0\.\.1 had no heartbeat", ("--gpus", "2")
     ),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--times", type=int, default=50, help="failures, shared out over the cases (default: 50)")
+    parser.add_argument("--times", type=int, default=50, help="failures, divided among the cases (default: 50)")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
-    """Each failure happens to what the same command resumes from the last one; one more start shows that it resumes."""
+    """Each failure strikes the run that was resumed after the previous one; a last start checks that it resumes."""
     kind, rng, folder = CASES[name], random.Random(f"{args.seed} {name}"), work / name
     folder.mkdir()
     times = -(-args.times // len(args.only))
@@ -176,13 +175,13 @@ def summary(trials: list[dict]) -> dict:
 
 def fail(training: Training, kind: Kind, rng: random.Random) -> dict:
     time.sleep(rng.uniform(0, 1))
-    everyone = training.everyone()
+    processes = training.processes()
     began = time.monotonic()
     kind.fail(training, rng)
     with suppress(subprocess.TimeoutExpired):
         training.process.wait(HANG_S)
     code, seconds = training.process.poll(), time.monotonic() - began
-    _, left = psutil.wait_procs(everyone, max(2.0, SOON - seconds))
+    _, left = psutil.wait_procs(processes, max(2.0, LATE_S - seconds))
     kill(left)
     found = {"seconds": round(seconds, 2), "exit_code": code}
     if code == 0:
@@ -192,5 +191,5 @@ def fail(training: Training, kind: Kind, rng: random.Random) -> dict:
     elif not re.search(kind.reports, training.output()):
         verdict = "not named"
     else:
-        verdict = "left" if left else "late" if seconds > SOON else "ended"
+        verdict = "left" if left else "late" if seconds > LATE_S else "ended"
     return {"verdict": verdict, **found} | ({"output": training.output()[-2000:]} if verdict in BAD else {})

@@ -1,9 +1,9 @@
-"""Does any config or override end in anything but a config or a sentence? Seeded, structure-aware.
+"""Does every config or override end in a valid config or a one-line error? Seeded fuzzing that knows the schema.
 
-Real keys meet values of wrong types and extremes; files are broken, nested, aliased, tagged, huge or no files at all.
-What is accepted is printed and read again, and must be the same. `here`: in one process, the seconds of the processor
-that each takes, at most 2, and the growth of this process's peak of memory, at most 500 MB. `commands`: the same kinds
-of cases given to `sparring config`.
+Real keys get values of wrong types and extremes; files are broken, nested, aliased, tagged, huge, or not files. An
+accepted config is printed and read again, and must be equal. `here`: in this process, at most 2 CPU seconds each and at
+most 500 MB growth of the peak memory. `commands`: the same kinds of cases through `sparring config`. Bad verdicts:
+`traceback`, `slow`, `large`, `differs when read again`, `other exit code`, `hang`.
 """
 
 import argparse
@@ -88,7 +88,7 @@ BAD = ("traceback", "slow", "large", "differs when read again", "other exit code
 
 
 class Cases:
-    """`next()` is the phase, the words of the command line and the config file of another case."""
+    """`next()` returns (phase, words of the command line, config file) of another random case."""
 
     def __init__(self, seed: int, work: Path):
         self.rng, self.work = random.Random(seed), work
@@ -144,7 +144,7 @@ class Cases:
         return file
 
     def _odd_file(self) -> Path:
-        """Of a size, depth or kind that no config has."""
+        """A file of a size, depth or kind that no config has."""
         rng, file = self.rng, self.work / f"odd.{self.rng.choice(['yaml', 'json'])}"
         odd = rng.randrange(9)
         if odd < 3:
@@ -158,8 +158,8 @@ class Cases:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--configs", type=int, default=10_000, help="of `here` (default: 10000)")
-    parser.add_argument("--commands", type=int, default=100, help="of `commands` (default: 100)")
+    parser.add_argument("--configs", type=int, default=10_000, help="number of cases of `here` (default: 10000)")
+    parser.add_argument("--commands", type=int, default=100, help="number of cases of `commands` (default: 100)")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
@@ -175,7 +175,7 @@ def summary(trials: list[dict]) -> dict:
 
 
 def fuzz(count: int, seed: int, work: Path) -> Iterator[dict]:
-    # `pretrained` needs torch: its 250 MB are not those of a config
+    # `pretrained` imports torch: its 250 MB must not count as growth
     import sparring.runs.checkpoint  # noqa: F401
 
     cases = Cases(seed, work)
@@ -194,7 +194,7 @@ def fuzz(count: int, seed: int, work: Path) -> Iterator[dict]:
 
 
 def _try(phase: str, words: list[str], file: Path | None, to_run: bool, again: Path) -> tuple[str, str]:
-    """The verdict, and the message that goes with it."""
+    """(verdict, message)."""
     try:
         settings = (read_settings(file) if file else []) + parse_overrides(words)
         if phase:
@@ -210,12 +210,12 @@ def _try(phase: str, words: list[str], file: Path | None, to_run: bool, again: P
 
 
 def by_command(count: int, seed: int, work: Path) -> Iterator[dict]:
-    """The same kinds of cases through `sparring config` in processes of their own."""
+    """The same kinds of cases through `sparring config`, each in a new process."""
     cases, made = Cases(seed, work), 0
     while made < count:
         phase, words, file = cases.next()
         if any("\0" in word for word in words) or phase == "all":
-            continue  # no process can be given a NUL
+            continue  # command lines cannot contain NUL
         command = [sys.executable, "-m", "sparring", "config", phase or "finetune", *words]
         command += ["--config", str(file)] if file else []
         made, began = made + 1, time.monotonic()
@@ -237,7 +237,7 @@ def settings_of(kinds: list[tuple[str, str]]) -> list[Setting]:
 
 
 def _own_keys() -> list[tuple[str, str]]:
-    """Keys of other kinds of envs and networks, which are not those of the defaults."""
+    """Keys of envs and networks that are not the default."""
     classes = [pair for kinds in KINDS for pair in SCHEMA.classes(settings_of(kinds)).items()]
     return sorted({(section, leaf) for section, cls in classes for leaf in cls.model_fields})
 

@@ -1,11 +1,11 @@
-"""Files that we wrote are damaged in 1,000 ways: what do the commands that read them make of it?
+"""If files written by Sparring are damaged, do the commands that read them notice?
 
-Makes a tiny dataset (demos), a recording that was stopped (recording), a run of finetune (run) and a teacher's stored
-episodes (store), the runs half way. Each variant is a fresh copy with one file damaged (corruption_ways.py), which a
-command reads in a fork of this process. How it ended: `refused` (an exit code and a sentence), `same` (the result of
-the good folder), `warned` (another result, and a warning said why), and what must never be: `silent`, `traceback`,
-`hang`, `died`. The result of a command: weights and rows of metrics, scores, what it printed, bytes of a dataset. Times
-are left out.
+Makes a tiny dataset (demos), a stopped recording (recording), a finetune run (run) and the stored episodes of a teacher
+(store), both runs stopped half way. Each trial copies a folder, damages one file (corruption_ways.py) and runs a
+command that reads it in a fork of this process. Verdicts: `refused` (exit status and a one-line error), `same` (the
+result of the undamaged folder), `warned` (another result, and a warning); bad ones: `silent` (another result without a
+warning), `traceback`, `hang`, `died`. The result of a command is its weights and rows of metrics, its scores, its
+output, or the bytes of its dataset, without times.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HANG_S = 60
 BAD = ("silent", "traceback", "hang", "died")
 _WORDS = "warning|damaged|cannot|missing|dropped|again|left out|skipped|not read|not in|lost|gone"
 WARNS = re.compile(f"{_WORDS}|altered|checksum|ignored|bytes, expected|not a regular", re.I)
-# of rows of metrics and of what is printed
+# times in rows of metrics, and in printed text
 TIMED = re.compile(r"perf/|timestamp|second|time|crc")
 CLOCK = re.compile(r"\d+(\.\d+)?( ?(s|ms|min|h|steps/s|/s|MB|GB|KB|B|kB|%))?\b|\d\d:\d\d(:\d\d)?|-{3,}")
 
@@ -46,17 +46,17 @@ DEMOS = ["demos", "reach_d0", "--episodes", "3", "--image-size", "16", "env.thre
 
 @dataclass(frozen=True)
 class Subject:
-    """A kind of folder: how it is made, and which commands read a file of it."""
+    """A kind of folder, and the commands that read its files."""
 
     good: Path
-    # path of the file below the folder -> names of commands
+    # path of a file below the folder -> names of commands that read it
     readers: Callable[[str], list[str]]
-    # name -> (its arguments, its result)
+    # name -> (arguments, function that turns the output into the result)
     commands: dict[str, tuple[list[str], Callable[[str], object]]]
 
 
 def preload() -> None:
-    """So that a fork takes tenths of a second."""
+    """Import everything, so that a fork takes tenths of a second."""
     import torch
 
     import sparring.api  # noqa: F401
@@ -74,7 +74,7 @@ def preload() -> None:
 
 
 def weights(folder: Path) -> str:
-    """Of the newest checkpoint, by name, type and value."""
+    """Digest of the weights of the newest checkpoint, with names and types."""
     from safetensors.numpy import load_file
 
     newest = max(folder.glob("checkpoint-*/model.safetensors"), key=lambda f: int(f.parent.name.split("-")[1]))
@@ -84,7 +84,7 @@ def weights(folder: Path) -> str:
 
 
 def rows(folder: Path) -> list[dict]:
-    """Those that can be read: a damaged line that a resumed run keeps is left out, as in reports."""
+    """Readable rows of metrics: a damaged line that a resumed run keeps is left out, as in reports."""
     found = []
     for line in (folder / "episode_metrics.jsonl").read_bytes().splitlines():
         with suppress(ValueError, RecursionError):
@@ -98,22 +98,22 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def made(argv: list[str]) -> None:
+def run_or_exit(argv: list[str]) -> None:
     code, text = fork(argv, 600)
     if code:
         raise SystemExit(f"sparring {' '.join(argv)}: {code}\n{text}")
 
 
 def subject_demos(work: Path, victim: Path) -> Subject:
-    """A dataset, and beside it the pictures that imitate decoded before."""
+    """A dataset, and the cache of frames that an earlier imitation decoded."""
     good, out = work / "demos", work / "imitated"
     imitate = ["train", "imitate", "--output", str(out), *IMITATE]
-    made([*DEMOS, "--output", str(good / "set")])
-    made([*imitate, f"imitate.demos={good}/set"])
+    run_or_exit([*DEMOS, "--output", str(good / "set")])
+    run_or_exit([*imitate, f"imitate.demos={good}/set"])
     commands = {
         "imitate": ([*imitate, f"imitate.demos={victim}/set"], lambda _: (weights(out), rows(out))),
-        "show": (["demos", "show", str(victim / "set"), "--sheet", str(work / "sheet.png")], shown),
-        "again": ([*DEMOS, "--output", str(victim / "set")], shown),
+        "show": (["demos", "show", str(victim / "set"), "--sheet", str(work / "sheet.png")], printed),
+        "again": ([*DEMOS, "--output", str(victim / "set")], printed),
     }
 
     def readers(file: str) -> list[str]:
@@ -123,38 +123,38 @@ def subject_demos(work: Path, victim: Path) -> Subject:
     return Subject(good, readers, commands)
 
 
-def shown(text: str) -> object:
+def printed(text: str) -> object:
     return [line for line in text.splitlines() if not WARNS.search(line)]
 
 
 def subject_recording(work: Path, victim: Path) -> Subject:
     from sparring.demos import record
 
-    good, whole = work / "recording", record.assemble
+    good, original = work / "recording", record.assemble
 
     def stop(*_):
         raise KeyboardInterrupt
 
     record.assemble = stop
     fork([*DEMOS, "--output", str(good)], 600)
-    record.assemble = whole
+    record.assemble = original
     return Subject(
         good, lambda _: ["record"], {"record": ([*DEMOS, "--output", str(victim)], lambda _: digests(victim))}
     )
 
 
-def stopped(work: Path, phase: str, settings: list[str]) -> Path:
-    """A run of four updates, without the second half."""
-    whole, half = work / f"{phase}-whole", work / f"{phase}-half"
-    made(["train", phase, "--output", str(whole), "training.iterations=4", *settings])
-    shutil.copytree(whole, half)
+def make_half_run(work: Path, phase: str, settings: list[str]) -> Path:
+    """Make a run of four updates; return a copy without the second half."""
+    complete, half = work / f"{phase}-whole", work / f"{phase}-half"
+    run_or_exit(["train", phase, "--output", str(complete), "training.iterations=4", *settings])
+    shutil.copytree(complete, half)
     shutil.rmtree(half / "checkpoint-4")
     return half
 
 
 def subject_store(work: Path, victim: Path) -> Subject:
-    good = stopped(work, "teacher", TEACHER)
-    # several segments
+    good = make_half_run(work, "teacher", TEACHER)
+    # store the episodes again, in several segments
     from sparring.data.episodes import EpisodeStore
 
     kept = EpisodeStore(good / "episodes", read_only=True)
@@ -170,7 +170,7 @@ def subject_store(work: Path, victim: Path) -> Subject:
 
 
 def subject_run(work: Path, victim: Path) -> Subject:
-    good, scores = stopped(work, "finetune", FINETUNE), work / "scores.json"
+    good, scores = make_half_run(work, "finetune", FINETUNE), work / "scores.json"
 
     def scored(_: str) -> object:
         found = json.loads(scores.read_text())
@@ -182,10 +182,10 @@ def subject_run(work: Path, victim: Path) -> Subject:
     commands = {
         "resume": (resume, lambda _: (weights(victim), rows(victim))),
         "eval": (["eval", str(victim), "--json", str(scores)], scored),
-        "compare": (["compare", str(victim), str(work / "finetune-whole"), "--episodes", "6"], shown),
+        "compare": (["compare", str(victim), str(work / "finetune-whole"), "--episodes", "6"], printed),
         "report": (["report", str(victim), "--output", str(page)], lambda _: page.read_text()),
-        "runs": (["runs", str(victim)], shown),
-        "prune": (["prune", str(victim), "--dry-run"], shown),
+        "runs": (["runs", str(victim)], printed),
+        "prune": (["prune", str(victim), "--dry-run"], printed),
     }
 
     def readers(file: str) -> list[str]:
@@ -201,20 +201,20 @@ def subject_run(work: Path, victim: Path) -> Subject:
 CASES = {"demos": subject_demos, "recording": subject_recording, "store": subject_store, "run": subject_run}
 
 
-def verdict(code: int | None, text: str, result: object, usual: object) -> str:
+def verdict(code: int | None, text: str, result: object, expected: object) -> str:
     if code is None:
         return "hang"
     if "Traceback (most recent call last)" in text:
         return "traceback"
     if code:
         return "died" if code < 0 else "refused"
-    if result == usual:
+    if result == expected:
         return "same"
     return "warned" if WARNS.search(text) else "silent"
 
 
 def outcome(take: Callable[[str], object], text: str) -> object:
-    """The result of a command, numbers of time left out of texts; None where it left nothing."""
+    """The result of a command, without times in texts; None if it wrote nothing."""
     try:
         result = take(text)
     except (OSError, ValueError):
@@ -225,11 +225,11 @@ def outcome(take: Callable[[str], object], text: str) -> object:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--count", type=int, default=1000, help="damaged folders, shared out over the cases")
+    parser.add_argument("--count", type=int, default=1000, help="damaged folders, divided among the cases")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
-    """Of each damaged folder and command; --count of all ways to damage the files."""
+    """One trial per damaged folder and command; --count damages are drawn from all."""
     preload()
     rng, work = random.Random(f"{args.seed} {name}"), work / name
     work.mkdir()
@@ -241,7 +241,7 @@ def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
             shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(subject.good, victim, symlinks=True)
 
-    usual = {}
+    expected = {}
     for command, (argv, take) in subject.commands.items():
         seen = []
         for _ in range(2):
@@ -249,21 +249,21 @@ def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
             code, text = fork(argv, HANG_S)
             seen.append((code, outcome(take, text)))
         if seen[0] != seen[1] or seen[0][0]:
-            print(f"{name} {command}: two good ones differ, or fail ({code}): judged by exit code only", flush=True)
+            print(f"{name} {command}: undamaged runs differ or fail ({code}): only the exit status counts", flush=True)
             seen[0] = (0, None)
-        usual[command] = seen[0][1]
+        expected[command] = seen[0][1]
     files = [str(path.relative_to(subject.good)) for path in sorted(subject.good.rglob("*")) if path.is_file()]
     ways_of_all = [(file, way) for file in files if subject.readers(file) for way in ways(file, rng)]
     chosen = rng.sample(ways_of_all, min(len(ways_of_all), max(1, round(args.count / len(args.only)))))
     planned = [(file, way, command) for file, way in chosen for command in subject.readers(file)]
     for file, way, command in planned:
         fresh()
-        if not damaged(way, victim, work):
+        if not apply_damage(way, victim, work):
             continue
         argv, take = subject.commands[command]
         code, text = fork(argv, HANG_S)
-        result = outcome(take, text) if code == 0 and usual[command] is not None else usual[command]
-        found = verdict(code, text, result, usual[command])
+        result = outcome(take, text) if code == 0 and expected[command] is not None else expected[command]
+        found = verdict(code, text, result, expected[command])
         more = {"output": text.strip()[-600:]} if found in BAD else {}
         yield {"file": file, "way": way.name, "command": command, "verdict": found, "of": len(planned)} | more
 
@@ -272,8 +272,8 @@ def summary(trials: list[dict]) -> dict:
     return {"folders": len({(trial["file"], trial["way"]) for trial in trials})}
 
 
-def damaged(way: Way, victim: Path, work: Path) -> bool:
-    """False where this way does not fit the file."""
+def apply_damage(way: Way, victim: Path, work: Path) -> bool:
+    """Damage the copy; False if this damage does not apply to the file."""
     try:
         way.damage(victim, work)
     except (KeyError, IndexError, StopIteration, FileNotFoundError):

@@ -1,13 +1,13 @@
-"""What does it cost that checkpoints are verified? A save and a load of 1 GB, with and without it, in turns.
+"""What does the verification of checkpoints cost? A save and a load of 1 GB, with and without it, in turns.
 
 - `alone`: weights only; `with moments`: weights are a third of the bytes, Adam's two moments are the rest
-- `save`: as a run calls it, into the folder of work (--work: on the disk that counts); `load`: find it, then weights
-  and state into a model, with every file in the page cache. A process verifies a checkpoint once: part of each load
+- `save`: as in a run, into the work folder (--work selects the disk); `load`: find the checkpoint, load weights and
+  state into a model, with every file in the page cache. A process verifies a checkpoint once, which each load includes
 - `read`: the bytes of the same files into memory; an unverified load of weights maps them instead, and reads less
-- seconds are the least of the rounds, as others may use the machine. `save ratio`: with to without, wanted: 1.1;
-  `load ratio`: with to `read`, wanted: 2; `load to mapped`: with to without, for which there is no target
+- seconds are minima over the rounds, as other programs may use the machine. `save ratio`: with / without, target 1.1;
+  `load ratio`: with / `read`, target 2; `load to mapped`: load with / load without, no target
 
-Nothing of this is bad: a busy machine misses targets.
+No verdict is bad: a busy machine misses targets.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SPEC = EnvSpec({"state": ((3,), "float32")}, 2)
 
 
 def model_of(size: float) -> nn.Module:
-    """Of so many bytes, in eight layers."""
+    """A model of `size` bytes, in eight layers."""
     width = int((size / 8 / 4) ** 0.5)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
 
@@ -46,7 +46,7 @@ def state_of(model: nn.Module, moments: bool) -> dict:
 
 
 class UnhashedFile(HashedFile):
-    """Written in the same way."""
+    """Writes like HashedFile, without hashing."""
 
     def __init__(self, file: Path):
         super().__init__(file)

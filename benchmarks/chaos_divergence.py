@@ -1,7 +1,7 @@
-"""Every phase at learning rates from 1e-6 to 1e30: does it train, or end with a sentence? It must never crash.
+"""At learning rates from 1e-6 to 1e30, does every phase train or end with a one-line error?
 
-Each trial is `sparring train` of a few updates, at another decade, in a child process. It `trained`, `diverged`, with a
-sentence that names what to lower, or was `refused` with another sentence. Bad are `traceback`, `died` and `hang`.
+Each trial is `sparring train` with a few updates at one learning rate, in a child process. Verdicts: `trained`,
+`diverged` (an error that names the setting to lower), `refused` (another error); bad: `traceback`, `died`, `hang`.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from chaos_corruption import made, preload
+from chaos_corruption import preload, run_or_exit
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "doubles"))
 from forks import fork  # noqa: E402
@@ -65,11 +65,11 @@ def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
     phase, setting, settings = CASES[name]
     settings = [*SMALL, *ROBOTS, *(word.format(base=work, phase=phase) for word in settings)]
     prepare(work, " ".join(settings))
-    # if there is no time for all, some of everywhere
+    # in random order, so that an interrupted case covers the range
     for rate in random.Random(f"{args.seed} {name}").sample(args.rates, len(args.rates)):
         output = work / name / rate
         words = ["train", phase, *settings, f"{setting}={rate}", "--output", str(output)]
-        yield {"rate": rate, **ended(*fork(words, HANG_S)), "of": len(args.rates)}
+        yield {"rate": rate, **judged(*fork(words, HANG_S)), "of": len(args.rates)}
         shutil.rmtree(output, ignore_errors=True)
 
 
@@ -79,14 +79,14 @@ def summary(trials: list[dict]) -> dict:
 
 
 def prepare(base: Path, settings: str) -> None:
-    """What the settings name, if it is not there yet."""
+    """Make the demonstrations and the teacher that the settings name, if missing."""
     if f"{base}/demos" in settings and not (base / "demos").exists():
-        # in a fork: what has run in this process must not be forked
+        # in a fork: this process must not start threads, because it forks later
         code, text = fork([], HANG_S, lambda _: record_demos(base))
         if code:
             raise SystemExit(f"the recording of demonstrations ended with {code}:\n{text}")
     if f"{base}/taught" in settings and not (base / "taught").exists():
-        made(["train", "teacher", *SMALL, *ROBOTS, *TEACHER, "--output", str(base / "taught")])
+        run_or_exit(["train", "teacher", *SMALL, *ROBOTS, *TEACHER, "--output", str(base / "taught")])
 
 
 def record_demos(base: Path) -> int:
@@ -99,8 +99,8 @@ def record_demos(base: Path) -> int:
     return 0
 
 
-def ended(code: int | None, text: str) -> dict:
-    """How it ended, and the last line that it printed, where it did not train."""
+def judged(code: int | None, text: str) -> dict:
+    """The verdict, and the last printed line if it did not train."""
     lines = text.strip().splitlines() or [""]
     last = re.sub(r"/\S+/", "", lines[-1].removeprefix("sparring: "))
     if code is None:

@@ -1,14 +1,12 @@
-"""Whatever an env does, does a run end soon, with a sentence, and with nothing left?
+"""If an env hangs, crashes or returns nonsense, does the run end soon, with a one-line error, and clean up?
 
-Each fault of tests/doubles/faulty_envs.py (20, and variants of them) strikes in a real `sparring train finetune`: in
-the process that learns (sync), in two worker processes (workers), and in the actor process (async).
-`rollout.watchdog_s` is 3; what an env does for the first time may take ten times as long. Of each run are kept:
+Each fault of tests/doubles/faulty_envs.py (20, and variants of them) occurs in a real `sparring train finetune`: in
+the learner (sync), in two worker processes (workers), and in the actor process (async). `rollout.watchdog_s` is 3; the
+first call of an env may take ten times as long. A trial stores the exit code, the last printed line (if an env ends the
+learner, its guard reports it), the seconds from the fault to the end, and the checkpoints.
 
-- how it ended: its exit code, and the last line that it printed (if an env ends the process that
-  learns, its guard reports it)
-- the seconds from the fault until the command had ended; 90 s without an end are a `hang`
-- whether a `traceback` was shown, but for that of the env's own code, which stands below our sentence
-- what was `left`: processes, and files in /dev/shm
+Verdicts: `ended`; bad: `hang` (no end within 90 s), `traceback` (except one of the env's own code, which follows our
+error), `left` (processes, or files in /dev/shm), `silent` (an exit without the expected report).
 """
 
 import argparse
@@ -38,8 +36,8 @@ WORDS += ["device=cpu", "evaluation.episodes=2", "evaluation.baseline=false", "r
 MODES = {"sync": [], "workers": ["env.vectorize=process", "env.workers=2"], "async": ["rollout.mode=async"]}
 CASES = (*FAULTS, *VARIANTS)
 BAD = ("hang", "traceback", "left", "silent")
-# a traceback of ours: not indented below a sentence of ours, and not of the env's code
-OURS = re.compile(r"^Traceback \(most recent call last\)", re.M)
+# our own traceback: one of the env's code is indented below our error
+OWN_TRACEBACK = re.compile(r"^Traceback \(most recent call last\)", re.M)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,16 +54,16 @@ def summary(trials: list[dict]) -> dict:
 
 
 def strike(how: str, mode: str, work: Path) -> dict:
-    """A run in which it happens: how that ended."""
+    """Run a command in which the fault occurs; return how it ended."""
     mark = uuid.uuid4().hex
     path = os.pathsep.join([str(DOUBLES), *filter(None, sys.path)])
-    with tempfile.TemporaryDirectory(dir=work) as place:
-        since = Path(place) / "since"
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        since = Path(folder) / "since"
         environment = os.environ | {"PYTHONPATH": path, "FAULTY_SINCE": str(since), MARK: mark}
         words = [sys.executable, "-m", "sparring", *WORDS, *MODES[mode], f"env.kwargs.how={how}"]
         shared = set(os.listdir("/dev/shm"))
-        with open(Path(place) / "output", "w+") as output:
-            command = [*words, "--output", str(Path(place) / "run")]
+        with open(Path(folder) / "output", "w+") as output:
+            command = [*words, "--output", str(Path(folder) / "run")]
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
             began = time.time()
             while process.poll() is None and time.time() - (_since(since) or began) < HANG_S:
@@ -74,20 +72,20 @@ def strike(how: str, mode: str, work: Path) -> dict:
             if hung := process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            # processes that outlive the command may still print
+            # read the output after this: processes that outlive the command may still print
             left = [*_left(mark), *left_in_shared_memory(shared)]
             output.seek(0)
             text = output.read()
-        saved = sorted(path.name for path in (Path(place) / "run").glob("checkpoint-*"))
-    sentences = [line for line in text.splitlines() if line.startswith("sparring: ")]
-    # an env may end the process that learns; its guard reports it
+        saved = sorted(path.name for path in (Path(folder) / "run").glob("checkpoint-*"))
+    errors = [line for line in text.splitlines() if line.startswith("sparring: ")]
+    # an env may end the learner; its guard reports it
     died = mode == "sync" and how in ("exit", "kill", "segfault", "hang in C with the lock")
-    reported = (code in (0, 130) and not died or len(sentences) == 1) and (died or code in (0, 1, 2, 130))
-    # what follows our sentence is the env's
-    traceback = bool(OURS.search(("\n" + text).partition("\nsparring: ")[0]))
+    reported = (code in (0, 130) and not died or len(errors) == 1) and (died or code in (0, 1, 2, 130))
+    # a traceback after our error is the env's
+    traceback = bool(OWN_TRACEBACK.search(("\n" + text).partition("\nsparring: ")[0]))
     verdict = "hang" if hung else "traceback" if traceback else "left" if left else "ended" if reported else "silent"
     found = {"verdict": verdict, "exit_code": code, "seconds": round(seconds, 2), "left": left, "saved": saved}
-    return found | {"output": (sentences or text.splitlines() or [""])[-1][:200]}
+    return found | {"output": (errors or text.splitlines() or [""])[-1][:200]}
 
 
 def _since(file: Path) -> float | None:
@@ -95,7 +93,7 @@ def _since(file: Path) -> float | None:
 
 
 def _left(mark: str) -> list[str]:
-    """Commands of the processes that are still there some seconds later; they are killed."""
+    """Commands of the processes that still exist some seconds later; they are killed."""
     deadline = time.monotonic() + LEFT_S
     while (found := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,17 +1,17 @@
-"""Does anything in somebody else's folder execute code? And do commands refuse folders of one's own?
+"""Does a command execute code from another user's folder? Do commands need --trust for one's own folders?
 
-- `settings`: runs whose configs name code in every way of tests/config/test_trust.py, as their author signed them,
-  without manifests, changed after this user signed them, below `train all`; also where that of the run alone names it
+- `settings`: runs whose configs name code in every way of tests/config/test_trust.py: signed by their author, without
+  manifests, changed after this user signed them, below `train all`; also if only the config of the run names it
 - `folders`: pickles in place of weights and states, YAML tags, links, and manifests of other folders, of other keys and
   of odd content
-- `datasets`: the same of demonstrations
-- `places`: commands given inside such a folder, which holds a module of every name that Python and its packages have,
-  and files that libraries look for; in new processes, the others in forks of this one, which has all imported
-- `own`: what this user made, by code of their own, in workers, processes and phases, moved and copied
+- `datasets`: the same for demonstrations
+- `places`: commands started inside such a folder, which contains a module of every name in Python and its packages,
+  and files that libraries search for; in new processes (the other cases fork this one, which has imported everything)
+- `own`: folders of this user, with their own code, workers, processes and phases, moved and copied
 
-Each folder is read by `--each` commands, in turn, of all that read such a folder. Code that is executed leaves a mark:
-the verdict is `executed`. What --trust permits must be executed with it (else `not executed with --trust`), or nothing
-would be shown here. No command may require --trust for a folder of one's own (`own refused`) or fail on it.
+Each folder is read by `--each` commands, in turn, of all that read such a folder. Executed code leaves a mark: verdict
+`executed`. Code that --trust permits must run with it (else `not executed with --trust`), or the check would prove
+nothing. No command may require --trust for one's own folder (`own refused`) or fail on it (`own failed`).
 """
 
 import argparse
@@ -40,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
-    place = made_in(work)
-    of_others = {"settings": ways.of_settings, "folders": ways.of_folders, "datasets": ways.of_datasets}
+    place = make_place(work)
+    of_others = {"settings": ways.settings_baits, "folders": ways.folder_baits, "datasets": ways.dataset_baits}
     if name in of_others:
-        yield from of_strangers(place, of_others[name], args.each)
+        yield from bait_trials(place, of_others[name], args.each)
     else:
-        yield from of_places(place) if name == "places" else of_own(place)
+        yield from place_trials(place) if name == "places" else own_trials(place)
 
 
 def summary(trials: list[dict]) -> dict:
@@ -55,16 +55,16 @@ def summary(trials: list[dict]) -> dict:
 
 
 @cache
-def made_in(work: Path) -> Place:
+def make_place(work: Path) -> Place:
     corruption.preload()
     place = Place(work / "hostile")
-    place.made()
+    place.make_folders()
     return place
 
 
 def command(argv: list[str], here: Path, seconds: float = corruption.HANG_S) -> tuple[int | None, str]:
-    """Exit code and output, in a fork."""
-    acts = {"watch": watched, "load_policy": loaded, "load_world_model": loaded}
+    """Run a command in a fork; return its exit code and output."""
+    acts = {"watch": watch_once, "load_policy": load, "load_world_model": load}
     before = os.getcwd()
     os.chdir(here)
     try:
@@ -73,8 +73,8 @@ def command(argv: list[str], here: Path, seconds: float = corruption.HANG_S) -> 
         os.chdir(before)
 
 
-def watched(argv: list[str]) -> int:
-    """`sparring watch`, until a page and its numbers were read."""
+def watch_once(argv: list[str]) -> int:
+    """`sparring watch`, until a page and its data were read."""
     from sparring.report.page import open_server
 
     server = open_server([Path(argv[1])], 6391)
@@ -86,7 +86,7 @@ def watched(argv: list[str]) -> int:
     return 0
 
 
-def loaded(argv: list[str]) -> int:
+def load(argv: list[str]) -> int:
     from sparring import api
     from sparring.errors import UserError
 
@@ -112,34 +112,34 @@ def judged(code: int | None, text: str, executed: bool = False, trusted: bool = 
     return {"verdict": verdict, "code": code, "output": text.strip()[-300:]}
 
 
-def tried(place: Place, bait: Bait, argv: list[str], trusted: bool = False) -> dict:
+def run_trial(place: Place, bait: Bait, argv: list[str], trusted: bool = False) -> dict:
     for path in (place.bait, place.out):
         shutil.rmtree(path, ignore_errors=True)
     place.mark.unlink(missing_ok=True)
     bait.make()
     if place.mark.exists():
-        raise SystemExit(f"{bait.name}: making it ran it")
+        raise SystemExit(f"{bait.name}: making the folder executed its code")
     code, text = command(argv, place.here)
     shown = {"folder": bait.name, "command": place.short(argv)} | ({"trusted": True} if trusted else {})
     return shown | judged(code, text, place.mark.exists(), trusted)
 
 
-def of_strangers(place: Place, made: Callable[[Place], Iterator[Bait]], each: int) -> Iterator[dict]:
-    """Of each folder and command: of all that read it the next `each`, in turn."""
+def bait_trials(place: Place, make_baits: Callable[[Place], Iterator[Bait]], each: int) -> Iterator[dict]:
+    """For each folder, run the next `each` of the commands that read it, in turn."""
     turns = Counter[int]()
-    for bait in made(place):
+    for bait in make_baits(place):
         many = len(bait.commands)
         begins = turns[many] % many
         turns[many] += each
         for argv in (bait.commands * 2)[begins : begins + min(each, many)]:
-            yield tried(place, bait, argv)
+            yield run_trial(place, bait, argv)
         if bait.trusted:
-            yield tried(place, bait, bait.trusted, trusted=True)
+            yield run_trial(place, bait, bait.trusted, trusted=True)
 
 
-def of_places(place: Place) -> Iterator[dict]:
-    """Commands in a folder that holds what Python, its packages and their settings might be looked for as."""
-    names_of_all = {
+def place_trials(place: Place) -> Iterator[dict]:
+    """Commands in a folder with modules and files that Python, its packages and their settings might load."""
+    all_names = {
         *sys.stdlib_module_names,
         *packages_distributions(),
         "sparring",
@@ -147,7 +147,7 @@ def of_places(place: Place) -> Iterator[dict]:
         "usercustomize",
         "conftest",
     }
-    # `python -m sparring` itself would take a sparring.py, and a few modules of its own, from there (docs/security.md)
+    # `python -m sparring` itself would import sparring.py and a few other modules from there (docs/security.md)
     packages = {*packages_distributions(), "argparse", "json", "conftest"} - {"sparring"}
     script = place.work / "bin" / "sparring"
     script.parent.mkdir()
@@ -157,8 +157,8 @@ def of_places(place: Place) -> Iterator[dict]:
     commands += [["train", "finetune", *few, "pretrained=.", "env.vectorize=process", "env.workers=2"]]
     commands += [["train", "finetune", *few, "rollout.mode=async"], ["train", "finetune", *few, "--gpus", "2"]]
     commands += [["check"], ["config", "finetune", "pretrained=."], ["demos", "show", str(place.demos)]]
-    ways_to_start = {"sparring": ([str(script)], names_of_all)}
-    ways_to_start["python -P -m sparring"] = (["-P", "-m", "sparring"], names_of_all)
+    ways_to_start = {"sparring": ([str(script)], all_names)}
+    ways_to_start["python -P -m sparring"] = (["-P", "-m", "sparring"], all_names)
     ways_to_start["python -m sparring"] = (["-m", "sparring"], packages)
     for how, (words, modules) in ways_to_start.items():
         for argv in commands if how == "sparring" else commands[:6:5]:
@@ -167,13 +167,13 @@ def of_places(place: Place) -> Iterator[dict]:
                 path.unlink(missing_ok=True)
             shutil.copytree(place.run, place.bait)
             litter(place, sorted(modules))
-            code, text = started([sys.executable, *words, *argv], place.bait)
+            code, text = run_process([sys.executable, *words, *argv], place.bait)
             names = place.mark.read_text() if place.mark.exists() else ""
             shown = {"folder": "modules of all names", "command": f"{how}: {place.short(argv)}"}
             yield shown | judged(code, names + text, bool(names))
 
 
-def started(words: list[str], here: Path) -> tuple[int | None, str]:
+def run_process(words: list[str], here: Path) -> tuple[int | None, str]:
     try:
         done = subprocess.run(words, cwd=here, capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:
@@ -219,8 +219,8 @@ def term(td):
 """
 
 
-def of_own(place: Place) -> Iterator[dict]:
-    """What this user made: nothing of it requires --trust."""
+def own_trials(place: Place) -> Iterator[dict]:
+    """Folders of this user: no command may require --trust."""
     here = place.work / "project"
     here.mkdir()
     (here / "mine.py").write_text(MINE)

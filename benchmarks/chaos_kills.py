@@ -1,12 +1,12 @@
-"""`kill -9` at random instants of every phase and mode; the same command goes on, and ends as if nothing had happened.
+"""After `kill -9` at random instants of every phase and mode, does the same command resume and reach the same end?
 
-A trial is a command that is killed up to --per-trial times, some time after its start or while it saves: its whole
-process group, or (one kill in four) its main process alone, after which nothing may be left. Then it runs to its end,
-which is compared with that of a run that nobody killed: weights of the last checkpoint, bit for bit; rows of metrics
-and evaluations but for times; of demonstrations, every file. With staleness 1 the end depends on which process is
-faster: there all rows must be there once.
+A trial kills a command up to --per-trial times, some time after its start or during a save: its process group, or (one
+kill in four) only its main process, after which no process may remain. Then it runs to its end, which is compared with
+a reference run without kills: weights of the last checkpoint, bit-identical; rows of metrics and evaluations, except
+times; for demonstrations, every file. With staleness 1 the end depends on process timing: there every row must exist
+once. Verdicts: `as undisturbed`; bad: `differs`.
 
-Commands are forked from a process that has imported torch already (tests/doubles/preloaded.py).
+Commands are forked from a process that has already imported torch (tests/doubles/preloaded.py).
 """
 
 import argparse
@@ -30,9 +30,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "doubles"))
 import preloaded  # noqa: E402
 
-# a run that has not ended by then hangs; a process that is left by then is left for good
+# a run that takes longer hangs; a process that remains longer is an orphan
 HANG_S, LEFT_S = 300.0, 20.0
-# times, and what the parity gate found: of the first rollout of a process it looks at all, later at a part
+# times, and the parity: a process checks its first rollout completely, later ones in part
 NOT_COMPARED = re.compile(r"^perf/|timestamp|seconds|per_second|^time|^crc$|/parity(_ratio)?$")
 ROWS = ("episode_metrics.jsonl", "evaluations.jsonl")
 
@@ -60,10 +60,10 @@ TAUGHT = [*SPARRING, "training.iterations=6", "--teacher_checkpoint", "{base}/te
 
 @dataclass(frozen=True)
 class Case:
-    """A command but for --output; {base} is the folder of what it learns from."""
+    """A command without --output; {base} is the folder of its demonstrations and teacher."""
 
     words: list[str]
-    # weights and numbers are those of a run that was not interrupted
+    # the end must be bit-identical to the reference
     equal: bool = True
 
 
@@ -101,7 +101,7 @@ CASES = {
     "adversarial": Case(["train", "adversarial", *TAUGHT]),
     "all": Case(["train", "all", *SPARRING, "training.iterations=2"]),
     "demos": Case(["demos", "reach_d0", "--episodes", "24", "--image-size", "32"]),
-    # 430 MB a checkpoint, which take seconds
+    # checkpoints of 430 MB, which take seconds to save
     "wide": Case(
         ["train", "finetune", *QUICK, "env.name=gym:CartPole-v1", "policy.hidden=[3000,3000,3000]"]
         + ["training.iterations=4", "training.save_every=1", "rollout.n_envs=4", "rollout.steps=8"]
@@ -109,7 +109,7 @@ CASES = {
     ),
 }
 BAD = ("differs",)
-# what the commands learn from
+# inputs of the commands
 BASE = {
     "demos": ["demos", "reach_d0", "--episodes", "4", "--image-size", "16"],
     "teacher": ["train", "teacher", *SPARRING, "training.iterations=4"],
@@ -117,7 +117,7 @@ BASE = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=208, help="in all, shared out over the cases (default: 208)")
+    parser.add_argument("--kills", type=int, default=208, help="total, divided among the cases (default: 208)")
     parser.add_argument("--per-trial", type=int, default=8, help="at most (default: 8)")
 
 
@@ -126,12 +126,12 @@ def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
     rng, base, share, kills = random.Random(f"{args.seed} {name}"), work / "base", -(-args.kills // len(args.only)), 0
     for needed, words in BASE.items():
         if f"{{base}}/{needed}" in " ".join(CASES[name].words) and not (base / needed).exists():
-            _to_the_end(words, base / needed, work / f"{needed}.log")
-    reference = undisturbed(name, base, work)
-    number = 0
+            _run_to_end(words, base / needed, work / f"{needed}.log")
+    reference = run_reference(name, base, work)
+    i = 0
     while kills < share:
-        found = killed(CASES[name], work / f"{name}-{number}", reference, base, rng, min(args.per_trial, share - kills))
-        kills, number = kills + found["kills"], number + 1
+        found = kill_run(CASES[name], work / f"{name}-{i}", reference, base, rng, min(args.per_trial, share - kills))
+        kills, i = kills + found["kills"], i + 1
         yield found | {"verdict": "as undisturbed" if is_fine(found) else "differs"}
 
 
@@ -154,7 +154,7 @@ def _start(words: list[str], output: Path, log: Path) -> subprocess.Popen:
         return preloaded.Popen(command, stdout=opened, stderr=opened, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def _to_the_end(words: list[str], output: Path, log: Path) -> float:
+def _run_to_end(words: list[str], output: Path, log: Path) -> float:
     began = time.monotonic()
     process = _start(words, output, log)
     # a process that hangs is killed
@@ -168,13 +168,13 @@ def _words(case: Case, base: Path) -> list[str]:
     return [word.replace("{base}", str(base)) for word in case.words]
 
 
-def undisturbed(name: str, base: Path, work: Path) -> tuple[Path, float]:
-    """The folder of a run that nobody kills, and its seconds."""
+def run_reference(name: str, base: Path, work: Path) -> tuple[Path, float]:
+    """Make a run without kills; return (folder, seconds)."""
     folder = work / f"{name}-reference"
-    return folder, _to_the_end(_words(CASES[name], base), folder, folder.with_suffix(".log"))
+    return folder, _run_to_end(_words(CASES[name], base), folder, folder.with_suffix(".log"))
 
 
-def killed(
+def kill_run(
     case: Case,
     output: Path,
     reference: tuple[Path, float],
@@ -183,7 +183,7 @@ def killed(
     kills: int,
     ways: tuple[str, ...] = ("anywhere", "saving"),
 ) -> dict:
-    """Counts of what is wrong with a command after so many kills; it may end before them."""
+    """Kill a command at most `kills` times, let it end, and count the differences from the reference."""
     log = output.with_suffix(".log")
     result = {"kills": 0, "resumes": 0, "finished": 0, "equal": 0, "lost": 0, "twice": 0, "changed": 0, "damaged": 0}
     result |= {"orphans": 0, "tracebacks": 0, "leftovers": 0, "how": {}, "why": []}
@@ -195,14 +195,14 @@ def killed(
         _wait(process, output, how, reference[1], rng)
         if (code := process.poll()) is not None:
             break
-        # with a bit of luck it has ended meanwhile
+        # it may have ended by itself
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL) if rng.random() < 0.25 else os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         result["kills"] += 1
         result["how"][how] = result["how"].get(how, 0) + 1
         result["orphans"] += _left(process.pid)
-        if damaged := [str(path) for path in _checkpoints(output) if not _is_whole(path)]:
+        if damaged := [str(path) for path in _checkpoints(output) if not _is_intact(path)]:
             result["damaged"] += len(damaged)
             result["why"] += damaged
     result["orphans"] += _left(process.pid)
@@ -221,8 +221,8 @@ def killed(
     return _compare(reference[0], output, case.equal, result)
 
 
-def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: random.Random) -> None:
-    """Until the instant of a kill, or the end of the process."""
+def _wait(process: subprocess.Popen, output: Path, how: str, duration: float, rng: random.Random) -> None:
+    """Wait until the instant of a kill, or the end of the process."""
     if how == "nowhere":
         with suppress(subprocess.TimeoutExpired):
             process.wait(HANG_S)
@@ -230,13 +230,13 @@ def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: 
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return
-    deadline = time.monotonic() + (rng.uniform(0.05, 0.6 * whole) if how == "anywhere" else HANG_S)
+    deadline = time.monotonic() + (rng.uniform(0.05, 0.6 * duration) if how == "anywhere" else HANG_S)
     skipped, seen = rng.randrange(2) if how == "saving" else 0, False
     while process.poll() is None and time.monotonic() < deadline:
         now = how == "saving" and _is_saving(output)
         if now and not seen:
             if not skipped:
-                # of a save of milliseconds as of one of seconds
+                # hits saves that take milliseconds and saves that take seconds
                 time.sleep(rng.choice([0.005, 0.05, 1.5]) * rng.random())
                 return
             skipped -= 1
@@ -245,16 +245,16 @@ def _wait(process: subprocess.Popen, output: Path, how: str, whole: float, rng: 
 
 
 def _is_saving(output: Path) -> bool:
-    # folders come and go meanwhile
+    # folders may disappear during the search
     with suppress(OSError):
         return any(output.glob(".partial-*")) or any(output.glob("*/*partial-*")) or any(output.glob("recording/*"))
     return False
 
 
 def _left(session: int) -> int:
-    """How many processes of it are still there some seconds later; they are killed."""
+    """The number of its processes that still exist some seconds later; they are killed."""
     end = time.monotonic() + LEFT_S
-    while (found := list(_of_session(session))) and time.monotonic() < end:
+    while (found := list(_session_processes(session))) and time.monotonic() < end:
         time.sleep(0.02)
     for pid in found:
         with suppress(ProcessLookupError):
@@ -262,7 +262,7 @@ def _left(session: int) -> int:
     return len(found)
 
 
-def _of_session(session: int) -> Iterator[int]:
+def _session_processes(session: int) -> Iterator[int]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -271,7 +271,7 @@ def _of_session(session: int) -> Iterator[int]:
 
 
 def left_in_shared_memory(before: set[str]) -> list[str]:
-    """Files there that nobody uses. Another run may have been killed just now: its next start removes what it left."""
+    """New unused files in /dev/shm. Waits, because the next start of another killed run removes its files."""
     end = time.monotonic() + LEFT_S
     while (found := sorted(filter(_is_unused, set(os.listdir("/dev/shm")) - before))) and time.monotonic() < end:
         time.sleep(0.1)
@@ -279,7 +279,7 @@ def left_in_shared_memory(before: set[str]) -> list[str]:
 
 
 def _is_unused(name: str) -> bool:
-    """Who uses shared memory holds the lock of its file."""
+    """Whether no process holds the lock of the file; users of shared memory hold it."""
     with suppress(OSError), open(f"/dev/shm/{name}") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return "sparring" in name
@@ -290,8 +290,8 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [*folder.glob("checkpoint-*"), *folder.glob("*/checkpoint-*")]
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """By its manifest, read here without the library."""
+def _is_intact(checkpoint: Path) -> bool:
+    """Check the checkpoint against its manifest, without the library."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
         return all(_matches(checkpoint / name, entry) for name, entry in files.items())
@@ -311,7 +311,7 @@ def _digest(file: Path) -> str:
 
 
 def _compare(reference: Path, output: Path, equal: bool, result: dict) -> dict:
-    """Of `train all`, each of its runs."""
+    """Compare weights and rows with the reference; for `train all`, of each run."""
     runs = [path.parent.relative_to(reference) for path in reference.glob("**/status.json")]
     same = True
     for run in runs:
@@ -321,10 +321,10 @@ def _compare(reference: Path, output: Path, equal: bool, result: dict) -> dict:
         result["why"] += [] if ends[0] == ends[1] or not equal else [f"{run}: {ends[1][0]}: other weights"]
         for name in ROWS:
             expected, found = rows(x / name), rows(y / name)
-            of = {row["update"]: row for row in found}
-            result["twice"] += len(found) - len(of)
-            result["lost"] += len(lost := [row["update"] for row in expected if row["update"] not in of])
-            changed = [row["update"] for row in expected if equal and row["update"] in of and row != of[row["update"]]]
+            kept = {row["update"]: row for row in found}
+            result["twice"] += len(found) - len(kept)
+            result["lost"] += len(lost := [row["update"] for row in expected if row["update"] not in kept])
+            changed = [r["update"] for r in expected if equal and r["update"] in kept and r != kept[r["update"]]]
             result["changed"] += len(changed)
             result["why"] += [f"{run}/{name}: {lost=} {changed=}"] if lost or changed else []
     return result | {"equal": int(same), "why": result["why"][:8]}

@@ -1,14 +1,14 @@
-"""Can anybody on this machine tie up, crash or read too much from `sparring watch`?
+"""Can another process on this machine block or crash `sparring watch`, or read files that are not meant for it?
 
-Each trial is a real `sparring watch` of a small run, attacked for --seconds, while an honest client reads the page and
-its numbers all the while; then Ctrl-C. Bad are:
+Each trial attacks a real `sparring watch` of a small run for --seconds, while an honest client reads the page and its
+data repeatedly; then Ctrl-C. Verdicts: `served`; bad:
 
-- `not served`: the honest client waited for longer than 2 s, times the load of each core before the attack where that
-  is above 1 (a connection that was closed, or `503 Service Unavailable`, may be tried again within them)
-- `read too much`: an answer held a file that is not a picture of the run
-- `unbounded`: more than 40 threads or 60 open files, or 64 MB of resident memory, more than before the attack; or
-  more than four threads or open files more 20 s after it
-- `error output`: a traceback or any other line on stderr; `died`; `no end`: not ended 10 s after Ctrl-C, with status 0
+- `not served`: the honest client waited for longer than 2 s, times the load per core before the attack if that is above
+  1 (within this time, it may retry after a closed connection or `503 Service Unavailable`)
+- `read too much`: a response contained a file that is not an image or video of the run
+- `unbounded`: during the attack, more than 40 threads, 60 open files or 64 MB of resident memory above the level before
+  it; or more than four additional threads or open files 20 s after it
+- `error output`: any line on stderr; `died`; `no end`: no exit with status 0 within 10 s of Ctrl-C
 """
 
 import argparse
@@ -36,15 +36,15 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "doubles"))
 from doubles_report import make_run  # noqa: E402
 
 HOST, SECRET = "127.0.0.1", b"this is nobody's business"
-SERVED_S, END_S, CALM_S = 2.0, 10.0, 20.0
-# more than before the attack; the server has 32 connections, a thread for each
+SERVED_S, END_S, FREED_S = 2.0, 10.0, 20.0
+# limits of the increase; the server has 32 connections, a thread for each
 THREADS, FILES, MB, FEW = 40, 60, 64, 4
 BAD = ("not served", "read too much", "unbounded", "error output", "died", "no end")
 HALF = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-"
 
 
 class Attack:
-    """What an attack goes by: where, for how long, and what was answered to it that must not be."""
+    """Address and end of an attack, and its count of responses that contain the secret."""
 
     def __init__(self, port: int, seconds: float, seed: int):
         self.address, self.end, self.rng = (HOST, port), time.monotonic() + seconds, random.Random(seed)
@@ -53,11 +53,11 @@ class Attack:
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=5)
 
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         return time.monotonic() < self.end
 
     def send(self, data: bytes) -> None:
-        """And read what is answered, until the server hangs up, or for half a second."""
+        """Send, then read until the server closes the connection or pauses for half a second."""
         with suppress(OSError), self.connect() as connection:
             connection.sendall(data)
             connection.settimeout(0.5)
@@ -70,10 +70,10 @@ class Attack:
 
 
 def half_open(attack: Attack) -> None:
-    """1,500 at a time, and held."""
+    """Hold 1,500 connections with half a request each."""
     with ExitStack() as held:
         connections = []
-        while attack.goes_on():
+        while attack.is_running():
             if len(connections) < 1500:
                 with suppress(OSError):
                     connections.append(held.enter_context(attack.connect()))
@@ -83,9 +83,9 @@ def half_open(attack: Attack) -> None:
 
 
 def slow_heads(attack: Attack) -> None:
-    """A byte of a header now and then, on 200 connections."""
+    """Send single bytes of a header on 200 connections."""
     connections: list[socket.socket] = []
-    while attack.goes_on():
+    while attack.is_running():
         while len(connections) < 200:
             with suppress(OSError):
                 connections.append(attack.connect())
@@ -105,14 +105,14 @@ def large_heads(attack: Attack) -> None:
     start = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
     heads = [start + b"X: " + b"a" * (8 << 20), start + b"X: 1\r\n" * (1 << 20), b"GET /" + b"a" * (8 << 20)]
     heads += [b"A" * (8 << 20), start + b"X" * (4 << 20) + b": 1", b"\r\n" * (4 << 20)]
-    while attack.goes_on():
+    while attack.is_running():
         attack.send(attack.rng.choice(heads) + b"\r\n\r\n")
 
 
-def each_of(make: Callable[[], list[bytes]]) -> Callable[[Attack], None]:
+def random_requests(make: Callable[[], list[bytes]]) -> Callable[[Attack], None]:
     def act(attack: Attack) -> None:
         requests = make()
-        while attack.goes_on():
+        while attack.is_running():
             attack.send(attack.rng.choice(requests))
 
     return act
@@ -159,7 +159,7 @@ def bad_utf8() -> list[bytes]:
 
 
 def paths() -> list[bytes]:
-    """Files outside the run, and those in it that are no pictures."""
+    """Files outside the run, and files in it that are not images or videos."""
     found = [b"/secret.txt", b"/../secret.txt", b"//secret.txt", b"/runs/0/videos/../../secret.txt", b"/etc/passwd"]
     for file in (
         b"../secret.txt",
@@ -186,8 +186,8 @@ def paths() -> list[bytes]:
 
 
 def connections(attack: Attack) -> None:
-    """As many as there can be, from one address, with a request, half of one or none; half of them are reset."""
-    while attack.goes_on():
+    """Open as many connections as possible, with a request, half a request or none; reset half of them."""
+    while attack.is_running():
         with suppress(OSError), attack.connect() as connection:
             if attack.rng.random() < 0.5:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -195,8 +195,8 @@ def connections(attack: Attack) -> None:
 
 
 def garbage(attack: Attack) -> None:
-    """On one connection, one after the other, without waiting for answers."""
-    while attack.goes_on():
+    """Pipeline requests and garbage on one connection, without waiting for responses."""
+    while attack.is_running():
         rng = attack.rng
         parts = [
             rng.choice(
@@ -209,7 +209,7 @@ def garbage(attack: Attack) -> None:
 
 
 def slow_readers(attack: Attack) -> None:
-    """Ask for the page again and again, and read nothing."""
+    """Request the page repeatedly and read nothing."""
     with ExitStack() as held:
         for _ in range(64):
             with suppress(OSError):
@@ -218,7 +218,7 @@ def slow_readers(attack: Attack) -> None:
                 connection.settimeout(2)
                 connection.connect(attack.address)
                 connection.sendall(get(b"/").replace(b"close", b"keep-alive") * 200)
-        while attack.goes_on():
+        while attack.is_running():
             time.sleep(0.05)
 
 
@@ -226,10 +226,10 @@ ATTACKS: dict[str, tuple[Callable[[Attack], None], ...]] = {
     "half-open requests": (half_open,),
     "slow heads": (slow_heads,),
     "large heads": (large_heads,) * 4,
-    "long numbers": (each_of(long_numbers),) * 4,
-    "odd hosts": (each_of(odd_hosts),) * 4,
-    "bad UTF-8": (each_of(bad_utf8),) * 4,
-    "paths": (each_of(paths),) * 4,
+    "long numbers": (random_requests(long_numbers),) * 4,
+    "odd hosts": (random_requests(odd_hosts),) * 4,
+    "bad UTF-8": (random_requests(bad_utf8),) * 4,
+    "paths": (random_requests(paths),) * 4,
     "many connections": (connections,) * 8,
     "pipelined garbage": (garbage,) * 4,
     "slow readers": (slow_readers,),
@@ -239,17 +239,17 @@ CASES = ATTACKS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=8, help="of each attack (default: 8)")
-    parser.add_argument("--times", type=int, default=2, help="of each attack (default: 2)")
+    parser.add_argument("--seconds", type=float, default=8, help="duration of an attack (default: 8)")
+    parser.add_argument("--times", type=int, default=2, help="trials of each attack (default: 2)")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    run = watched(work / name)
+    run = make_watched_run(work / name)
     for number in range(args.times):
-        yield attacked(run, ATTACKS[name], args.seconds, args.seed + number) | {"of": args.times}
+        yield run_attack(run, ATTACKS[name], args.seconds, args.seed + number) | {"of": args.times}
 
 
 def summary(trials: list[dict]) -> dict:
@@ -259,8 +259,8 @@ def summary(trials: list[dict]) -> dict:
     return {"requests": sum(trial.get("requests", 0) for trial in trials), "most": most}
 
 
-def watched(place: Path) -> Path:
-    """A run with secrets around it, and links to them in it."""
+def make_watched_run(place: Path) -> Path:
+    """Make a run with secret files around it and links to them in it."""
     run = make_run(place / "run", pictures=True)
     (place / "secret.txt").write_bytes(SECRET)
     (run / "secret.txt").write_bytes(SECRET)
@@ -273,16 +273,16 @@ def watched(place: Path) -> Path:
 
 
 class Client:
-    """Reads the page and its numbers, again and again. A process of its own: attackers hold the interpreter's lock."""
+    """Reads the page and its data repeatedly, in another process because attackers hold the interpreter lock."""
 
     def __init__(self, port: int, limit_s: float):
         fork = multiprocessing.get_context("fork")
         self.port, self.limit_s, self.stopped = port, limit_s, fork.Event()
         self.results, results = fork.Pipe(duplex=False)
-        self.process = fork.Process(target=self.read_on, args=(results,), daemon=True)
+        self.process = fork.Process(target=self.read_repeatedly, args=(results,), daemon=True)
         self.process.start()
 
-    def read_on(self, results: Connection) -> None:
+    def read_repeatedly(self, results: Connection) -> None:
         requests = tried_again = late = 0
         worst_s = 0.0
         while not self.stopped.is_set():
@@ -316,7 +316,7 @@ class Client:
             connection.close()
 
 
-def used(server: psutil.Process) -> dict[str, float]:
+def resource_usage(server: psutil.Process) -> dict[str, float]:
     return {
         "threads": server.num_threads(),
         "files": server.num_fds(),
@@ -324,7 +324,7 @@ def used(server: psutil.Process) -> dict[str, float]:
     }
 
 
-def attacked(run: Path, attacks: tuple[Callable[[Attack], None], ...], seconds: float, seed: int) -> dict:
+def run_attack(run: Path, attacks: tuple[Callable[[Attack], None], ...], seconds: float, seed: int) -> dict:
     words = [
         sys.executable,
         "-m",
@@ -338,37 +338,37 @@ def attacked(run: Path, attacks: tuple[Callable[[Attack], None], ...], seconds: 
     with open(run.parent / "errors", "w+") as errors:
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
         try:
-            found = watch(process, attacks, seconds, seed)
+            found = attack(process, attacks, seconds, seed)
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
             process.stdout.close()
         errors.seek(0)
-        # that of another trial, or part, may have it
+        # the server of another trial or part may use the port
         output = re.sub(r"^port \d+ is taken; .*\n?", "", errors.read()).strip()
     verdict = found.pop("verdict")
     return {"verdict": "error output" if output and verdict == "served" else verdict, **found, "output": output[-1000:]}
 
 
-def watch(process: subprocess.Popen, attacks: tuple[Callable[[Attack], None], ...], seconds: float, seed: int) -> dict:
+def attack(process: subprocess.Popen, attacks: tuple[Callable[[Attack], None], ...], seconds: float, seed: int) -> dict:
     address = process.stdout.readline()
     if (found := re.search(r"http://127\.0\.0\.1:(\d+)", address)) is None:
         return {"verdict": "died"}
     port, server = int(found[1]), psutil.Process(process.pid)
     client = Client(port, SERVED_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
     time.sleep(1)
-    before = most = used(server)
+    before = most = resource_usage(server)
     made = [Attack(port, seconds, seed + number) for number in range(len(attacks))]
     threads = [threading.Thread(target=act, args=(each,), daemon=True) for act, each in zip(attacks, made, strict=True)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and process.poll() is None:
         with suppress(psutil.Error):
-            most = {name: max(most[name], now) for name, now in used(server).items()}
+            most = {name: max(most[name], now) for name, now in resource_usage(server).items()}
         time.sleep(0.1)
-    calm_by = time.monotonic() + CALM_S
-    while not (calm := is_calm(process, server, before)) and time.monotonic() < calm_by and process.poll() is None:
+    freed_by = time.monotonic() + FREED_S
+    while not (freed := is_freed(process, server, before)) and time.monotonic() < freed_by and process.poll() is None:
         time.sleep(0.1)
     more = {name: round(most[name] - before[name], 1) for name in most}
     result = client.stop() | more
@@ -381,13 +381,13 @@ def watch(process: subprocess.Popen, attacks: tuple[Callable[[Attack], None], ..
         return result | {"verdict": "no end", "exit_code": process.returncode}
     if sum(each.read_too_much for each in made):
         return result | {"verdict": "read too much"}
-    if not calm or more["threads"] > THREADS or more["files"] > FILES or more["mb"] > MB:
-        return result | {"verdict": "unbounded", "calm": calm}
+    if not freed or more["threads"] > THREADS or more["files"] > FILES or more["mb"] > MB:
+        return result | {"verdict": "unbounded", "calm": freed}
     return result | {"verdict": "not served" if result["late"] or not result["requests"] else "served"}
 
 
-def is_calm(process: subprocess.Popen, server: psutil.Process, before: dict[str, float]) -> bool:
+def is_freed(process: subprocess.Popen, server: psutil.Process, before: dict[str, float]) -> bool:
     with suppress(psutil.Error):
-        now = used(server)
+        now = resource_usage(server)
         return all(now[name] <= before[name] + FEW for name in ("threads", "files"))
     return process.poll() is not None

@@ -1,19 +1,18 @@
-"""Does a run that does not end need more and more memory, open files or threads?
+"""Do memory, open files or threads of an endless run grow?
 
-A real `sparring train finetune` of `reach_d0`, as tiny as it can be, so that an hour holds as many updates,
-checkpoints, evaluations and videos as a day of a real one: in one process (sync), with a actor process (async),
-and in one process with a single arena of malloc. The minutes are shared out over them; a quarter of each, two minutes
-at most, is its warm-up. Every second the resident memory of each of its processes is read. Kept are, of each process
-that lived all the while:
+The runs are tiny `sparring train finetune` of `reach_d0`, so that an hour has as many updates, checkpoints, evaluations
+and videos as a day of a real run: in one process (sync), with an actor process (async), and in one process with a
+single malloc arena. They share the minutes; a quarter of each run, at most two minutes, is warm-up. The resident memory
+of all processes is read every second. Stored for each process that lived throughout:
 
 - the slope after warm-up, by least squares over means of 20 s, with its standard error: neighbouring samples are not
   independent, such means nearly are
-- memory at the beginning, after warm-up and at the end; open files and threads at both
-- the largest steps between two means, and when: what is allocated once is a step, what leaks is a slope
+- memory at the beginning, after warm-up and at the end; open files and threads after warm-up and at the end
+- the largest steps between two means, and when: a single allocation is a step, a leak is a slope
 
-and of the run how many updates, checkpoints and videos it made meanwhile, and the most that its encoders took.
-Bad is `grows`: all means of the last third are above all of the first third, by more than the heaps of threads that
-glibc takes and gives back (30 MB), and with one arena by 2 MB; or there are more than four open files or threads more.
+and for the run its numbers of updates, checkpoints and videos, and the peak memory of its video encoders. `grows` is
+bad: all means of the last third exceed all of the first third by more than 30 MB (glibc's heaps of threads, which come
+and go), or by 2 MB with one arena; or there are more than four additional open files or threads.
 """
 
 import argparse
@@ -56,11 +55,11 @@ WORDS += ["evaluation.every=200", "evaluation.episodes=4", "evaluation.baseline=
 class Mode:
     settings: list[str]
     environment: dict[str, str]
-    # how much more a process may take at the end
+    # allowed growth of a process
     mb: float
 
 
-# without arenas of threads, what is left is the program's own
+# without arenas for threads, growth is the program's own
 CASES = {"sync": Mode([], {}, 30), "async": Mode(["rollout.mode=async"], {}, 30)}
 CASES["sync, one arena"] = Mode([], {"MALLOC_ARENA_MAX": "1"}, 2)
 BAD = ("grows",)
@@ -68,7 +67,7 @@ FEW = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="more of them for the runs")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="more settings for the runs")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
@@ -85,38 +84,38 @@ def summary(trials: list[dict]) -> dict:
     return {key: value for trial in trials for key, value in trial.items() if key not in ("verdict", "of", "seconds")}
 
 
-def soak(mode: Mode, settings: list[str], warm_s: float, measured_s: float, place: Path) -> dict:
-    place.mkdir()
-    folder = place / "run"
+def soak(mode: Mode, settings: list[str], warm_s: float, measured_s: float, work: Path) -> dict:
+    work.mkdir()
+    folder = work / "run"
     command = [sys.executable, "-m", "sparring", *WORDS, *mode.settings, *settings, "--output", str(folder)]
-    with open(place / "output", "w") as output:
+    with open(work / "output", "w") as output:
         environment = os.environ | mode.environment
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
-        # until the first update: imports and compiling are not the run
+        # excludes imports and compilation: begins at the first update
         while not (folder / "episode_metrics.jsonl").is_file() and process.poll() is None:
             time.sleep(0.2)
-        at_first = counted(folder)
-        samples, brief = sampled(process, warm_s + measured_s)
-        at_last = counted(folder)
+        at_first = count_outputs(folder)
+        samples, encoders_mb = sample_processes(process, warm_s + measured_s)
+        at_last = count_outputs(folder)
     finally:
-        code = ended(process)
+        code = stop(process)
     if code != 130:
-        raise SystemExit(f"the run ended with {code}:\n{(place / 'output').read_text()[-2000:]}")
-    rows = [judged(name, np.array(seen), warm_s) for name, seen in samples.items()]
+        raise SystemExit(f"the run ended with {code}:\n{(work / 'output').read_text()[-2000:]}")
+    rows = [figures_of(name, np.array(seen), warm_s) for name, seen in samples.items()]
     made = {name: at_last[name] - at_first[name] for name in at_last}
     return {
         "warm_up_s": warm_s,
         "measured_s": measured_s,
         "made": made,
         "processes": rows,
-        "most_of_encoders_mb": brief,
+        "most_of_encoders_mb": encoders_mb,
     }
 
 
-def sampled(process: subprocess.Popen, seconds: float) -> tuple[dict[str, list], float]:
-    """Of each process that lived all the while (second, bytes, open files, threads); the most of all others at once."""
-    began, found, brief = time.monotonic(), defaultdict[psutil.Process, list](list), 0.0
+def sample_processes(process: subprocess.Popen, seconds: float) -> tuple[dict[str, list], float]:
+    """Samples (second, bytes, open files, threads) of each long-lived process, and the peak MB of all encoders."""
+    began, found, encoders_mb = time.monotonic(), defaultdict[psutil.Process, list](list), 0.0
     while (at := time.monotonic() - began) < seconds and process.poll() is None:
         others = 0
         main = psutil.Process(process.pid)
@@ -125,26 +124,26 @@ def sampled(process: subprocess.Popen, seconds: float) -> tuple[dict[str, list],
                 rss = each.memory_info().rss
                 found[each].append((at, rss, each.num_fds(), each.num_threads()))
                 others += rss if each.name().startswith("ffmpeg") else 0
-        brief = max(brief, others / MB)
+        encoders_mb = max(encoders_mb, others / MB)
         time.sleep(EVERY_S)
     most = max(map(len, found.values()))
-    lasting = [seen for seen in found.values() if len(seen) > 0.9 * most]
-    names = ["learner", *(f"process {i}" for i in range(1, len(lasting)))]
-    return dict(zip(names, lasting, strict=True)), round(brief, 1)
+    long_lived = [seen for seen in found.values() if len(seen) > 0.9 * most]
+    names = ["learner", *(f"process {i}" for i in range(1, len(long_lived)))]
+    return dict(zip(names, long_lived, strict=True)), round(encoders_mb, 1)
 
 
-def judged(name: str, seen: np.ndarray, warm_s: float) -> dict:
-    """The slope of one process, in MB/h, and its standard error."""
+def figures_of(name: str, seen: np.ndarray, warm_s: float) -> dict:
+    """Figures of one process: slope in MB/h with its standard error, growth, largest steps."""
     warm = seen[seen[:, 0] >= warm_s]
-    # at least six of them
+    # at least six means
     mean_s = min(MEAN_S, (seen[-1, 0] - warm_s) / 6)
     blocks = [warm[(warm[:, 0] // mean_s) == b] for b in np.unique(warm[:, 0] // mean_s)]
     hours = np.array([block[:, 0].mean() / 3600 for block in blocks])
     size = np.array([block[:, 1].mean() / MB for block in blocks])
-    away = hours - hours.mean()
-    slope = float((away * size).sum() / (away**2).sum())
-    left = size - size.mean() - slope * away
-    error = float(np.sqrt((left**2).sum() / (len(size) - 2) / (away**2).sum()))
+    centred = hours - hours.mean()
+    slope = float((centred * size).sum() / (centred**2).sum())
+    residuals = size - size.mean() - slope * centred
+    error = float(np.sqrt((residuals**2).sum() / (len(size) - 2) / (centred**2).sum()))
     steps = sorted(zip(np.diff(size), hours[1:] * 3600, strict=True), key=lambda step: -abs(step[0]))[:3]
     return {
         "process": name,
@@ -163,7 +162,7 @@ def mb(size: float) -> float:
     return round(float(size) / MB, 1)
 
 
-def counted(folder: Path) -> dict[str, int]:
+def count_outputs(folder: Path) -> dict[str, int]:
     updates = json.loads((folder / "status.json").read_text())["progress"]["updates"]
     checkpoints = [int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*")]
     index = folder / "videos" / "index.jsonl"
@@ -171,7 +170,7 @@ def counted(folder: Path) -> dict[str, int]:
     return {"updates": updates, "checkpoints": max(checkpoints, default=0) // 50, "videos": videos}
 
 
-def ended(process: subprocess.Popen) -> int:
+def stop(process: subprocess.Popen) -> int:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     try:

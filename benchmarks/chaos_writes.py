@@ -1,13 +1,12 @@
-"""Each call that writes below a run folder while it goes on, saves and ends goes wrong once: what is left of the run?
+"""If one system call that writes to a run folder fails, does an intact checkpoint remain, and can the run continue?
 
-Calls: open, write, truncate, fsync, rename, mkdir, unlink, symlink, by libraries as by Python. Each of them fails with
-EIO; fails with ENOSPC, as does all that needs space after it; writes half (short); is never made, because the process
-is killed; or writes half and is killed (torn). Afterwards the folder must hold the checkpoint before or the new one,
-whole; what failed must have ended with a sentence, or gone on; and the same command, with space again, must end as if
-nothing had happened: the same weights, the same rows.
+Calls: open, write, truncate, fsync, rename, mkdir, unlink, symlink, by libraries and by Python. Each call in turn fails
+with EIO; fails with ENOSPC, as do all later calls that need space; writes half (short); or is not made (kill) or writes
+half (torn) before the process is killed. Then the previous or the new checkpoint must be intact, a failed command must
+have printed a one-line error, and the same command must end like an undisturbed run.
 
-The calls are met by a library that is compiled here (tests/doubles/write_faults.c): without a compiler nothing is
-measured. What safetensors asks of the kernel without libc is not met: it renames a file of weights to its name.
+A library compiled here (tests/doubles/write_faults.c) intercepts the calls: nothing is measured without a compiler.
+System calls of safetensors that do not use libc are not intercepted: it renames weights files.
 """
 
 import argparse
@@ -30,20 +29,18 @@ QUICK = ["device=cpu", "threads=1", "rollout.render_episodes=0", "evaluation.epi
 QUICK += ["training.save_every=2", "training.keep_checkpoints=1"]
 CARTPOLE = ["train", "finetune", *QUICK, "env.name=gym:CartPole-v1", "rollout.n_envs=2", "rollout.steps=16"]
 CARTPOLE += ["policy.hidden=[8]", "ppo.mini_batch_size=16", "ppo.ppo_epochs=1"]
-# commands that save once more when they are given twice as long
+# with twice the iterations, these commands save once more
 CASES = {"finetune": CARTPOLE, "teacher": ["train", "teacher", *SPARRING, "training.keep_checkpoints=1"]}
 BAD = ("silent", "neither", "damaged", "traceback", "hang", "died", "no way on", "other end")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument(
-        "--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th trial from I"
-    )
+    parser.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="each N-th trial from I")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:
-    """From a process that was started with the library: `main` below."""
+    """Trials of a process with the preloaded library, see `main`."""
     library = build(work)
     if library is None:
         print("no C compiler (gcc), or no Linux: nothing is measured")
@@ -66,8 +63,8 @@ def summary(trials: list[dict]) -> dict:
     return about | counts | {"left": dict(Counter(trial["left"] for trial in trials))}
 
 
-class Injected:
-    """A run that is about to save, and how it ends when that goes wrong."""
+class FaultyRun:
+    """A run that resumes, trains and saves; each trial repeats it with one fault."""
 
     def __init__(self, case: str, work: Path):
         self.before, self.folder = work / f"{case}-before", work / f"{case}-run"
@@ -86,7 +83,7 @@ class Injected:
         return weights(self.folder), [rows(self.folder / name) for name in ROWS]
 
     def strike(self, point: Point, kind: str) -> dict:
-        """How it ended, what was left, and how the same command ended after it."""
+        """Run with one fault, then again without; return the verdict and the checkpoints between the two."""
         from sparring.runs.checkpoint import CheckpointError, checkpoints, damage_of, newest_whole
 
         shutil.rmtree(self.folder)
@@ -101,7 +98,7 @@ class Injected:
             return found | {"verdict": "neither"}
         if any(damage_of(self.folder / name) for name in left):
             return found | {"verdict": "damaged"}
-        if wrong := _wrong(code, text, kind):
+        if wrong := _bad_verdict(code, text, kind):
             return found | {"verdict": wrong, "output": text[-1500:]}
         code, text = run(self.words, self.folder)
         if code or "Traceback" in text:
@@ -111,7 +108,7 @@ class Injected:
         return found | {"verdict": "killed" if found["code"] == -9 else "ended" if found["code"] else "went on"}
 
 
-def _wrong(code: int | None, text: str, kind: str) -> str | None:
+def _bad_verdict(code: int | None, text: str, kind: str) -> str | None:
     if code is None:
         return "hang"
     if "Traceback" in text:
@@ -122,22 +119,22 @@ def _wrong(code: int | None, text: str, kind: str) -> str | None:
 
 
 def main() -> None:
-    """One trial, a line of JSON, for each line that is read."""
+    """Run one trial for each line on stdin; print each as a line of JSON."""
     case, work, seed, first, shares, *kinds = sys.argv[1:]
     preload()
-    injected = Injected(case, Path(work))
+    faulty = FaultyRun(case, Path(work))
     # threads write in any order; each share must plan the same trials
-    points = sorted(injected.points)
-    # if there is no time for all, any of them
+    points = sorted(faulty.points)
+    # in random order, so that an interrupted case is a random sample
     random.Random(seed).shuffle(points)
-    # what makes a checkpoint comes first
+    # calls that write a checkpoint come first
     points.sort(key=lambda point: "checkpoint" not in point.path)
     planned = [(point, kind) for point in points for kind in filter(point.fits, kinds)]
     planned = planned[int(first) :: int(shares)]
     saves = sum("checkpoint" in point.path for point in points)
     print(json.dumps({"points": len(points), "points of the checkpoint": saves, "of": len(planned)}), flush=True)
     for (point, kind), _ in zip(planned, sys.stdin, strict=False):
-        print(json.dumps(injected.strike(point, kind)), flush=True)
+        print(json.dumps(faulty.strike(point, kind)), flush=True)
 
 
 if __name__ == "__main__":

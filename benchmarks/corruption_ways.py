@@ -1,4 +1,4 @@
-"""Ways to damage one file of a folder, for chaos_corruption.py: what disks, copies, editors and people do to files."""
+"""Ways to damage one file of a folder, for chaos_corruption.py: typical damage by disks, copies, editors and people."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 FLIPS = 12
 DTYPES = ("float16", "bfloat16", "float64", "int32", "int8", "bool", "float8_e4m3fn")
 
-# name of a file -> what it is replaced by
+# name of a file -> replacement texts
 TEXTS = {
     "status.json": [
         *('{"state": 5, "progress": 5}', '{"progress": [], "best": 7, "updated": "x"}', '{"updated": 1e400}'),
@@ -25,7 +25,7 @@ TEXTS = {
     ],
     "timeline.jsonl": ["[]\n", '{"a": 1}\n', '{"start": "x", "end": null, "name": 5}\n', "5\n"],
 }
-# lines that are put in
+# name of a file -> lines to insert
 LINES = {
     "episode_metrics.jsonl": [
         *(
@@ -135,14 +135,14 @@ WEIGHTS: dict[str, Callable[[dict], dict]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """`damage(folder, work)`: a fresh copy of the folder, and where others lie."""
+    """`damage(folder, work)` gets a fresh copy of the folder, and the folder of the other subjects."""
 
     name: str
     damage: Callable[[Path, Path], object]
 
 
 def ways(file: str, rng: random.Random) -> Iterator[Way]:
-    """All that fit a file, by its path below the folder."""
+    """All ways that apply to a file, by its path below the folder."""
     for number in range(FLIPS):
         seed = rng.random()
         yield Way(f"one bit flipped #{number}", edit(file, lambda data, s=seed: flipped(data, 1, s)))
@@ -209,7 +209,7 @@ def special(file: str) -> Iterator[Way]:
 
 
 def checkpoints(one: Path) -> Iterator[Way]:
-    """What lies beside one, or is in another's place."""
+    """Extra, incomplete and swapped checkpoints."""
     model, state = "model.safetensors", "training_state.pt"
     yield Way("an empty newer checkpoint", lambda folder, _: (folder / "checkpoint-7").mkdir())
     yield Way("a file in place of a newer one", lambda folder, _: (folder / "checkpoint-9").write_text(""))
@@ -220,13 +220,13 @@ def checkpoints(one: Path) -> Iterator[Way]:
 
 
 def edit(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path, Path], None]:
-    """As a disk does it: the time of the file stays."""
+    """Change the bytes but not the modification time, as a failing disk does."""
 
     def damage(folder: Path, _: Path) -> None:
         path = folder / file
         data, before = path.read_bytes(), path.stat()
         if (changed := change(data)) == data:
-            raise KeyError(f"{file} is as it was")
+            raise KeyError(f"{file} is unchanged")
         path.write_bytes(changed)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
@@ -245,7 +245,7 @@ def flipped(data: bytes, count: int, seed: float) -> bytes:
 
 
 def zeroed(data: bytes, seed: float) -> bytes:
-    """Of 512 bytes, or what there is."""
+    """Zero 512 bytes, or as many as there are."""
     start = random.Random(seed).randrange(max(1, len(data) - 512))
     return data[:start] + bytes(min(512, len(data) - start)) + data[start + 512 :]
 
@@ -268,21 +268,21 @@ def tensors(file: str, change: Callable[[dict], dict]) -> Callable[[Path, Path],
 
 
 def states() -> Iterator[tuple[str, Callable[[dict], object]]]:
-    """Of a training state: what it is called, and what becomes of it."""
+    """(name, change) for each damage to a training state."""
     import torch
 
     adam = lambda path, value: isinstance(value, torch.Tensor) and "exp_avg" in path  # noqa: E731
     noise = lambda _, value: isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() > 1000  # noqa: E731
-    yield "Adam NaN", put(adam, lambda v: v * float("nan"))
-    yield "Adam of another shape", put(adam, lambda v: torch.zeros(3, 3, 3))
-    yield "Adam all 7", put(adam, lambda v: v * 0 + 7)
-    yield "Adam float16", put(adam, lambda v: v.half())
-    yield "lr 1e9", put(lambda path, _: path.endswith(".lr"), lambda v: 1e9)
-    yield "random bytes cut", put(noise, lambda v: v[:100])
-    yield "random bytes changed", put(noise, lambda v: v + 7)
+    yield "Adam NaN", change_first(adam, lambda v: v * float("nan"))
+    yield "Adam of another shape", change_first(adam, lambda v: torch.zeros(3, 3, 3))
+    yield "Adam all 7", change_first(adam, lambda v: v * 0 + 7)
+    yield "Adam float16", change_first(adam, lambda v: v.half())
+    yield "lr 1e9", change_first(lambda path, _: path.endswith(".lr"), lambda v: 1e9)
+    yield "random bytes cut", change_first(noise, lambda v: v[:100])
+    yield "random bytes changed", change_first(noise, lambda v: v + 7)
     for key in ("env_steps", "updates", "episodes"):
         for value in (-3, 10**12, "many", None, float("nan"), 3.5):
-            yield f"{key}={value}", put(lambda path, _, k=key: path.endswith(f".{k}"), lambda v, n=value: n)
+            yield f"{key}={value}", change_first(lambda path, _, k=key: path.endswith(f".{k}"), lambda v, n=value: n)
     for key in ("phase", "processes", "recorder", "pending"):
         yield f"without {key}", lambda s, k=key: {name: value for name, value in s.items() if name != k}
         for value in (None, [], {}, 5, "x"):
@@ -293,8 +293,8 @@ def states() -> Iterator[tuple[str, Callable[[dict], object]]]:
     yield "empty", lambda s: {}
 
 
-def put(wanted: Callable[[str, object], bool], change: Callable) -> Callable[[dict], dict]:
-    """The first value that is wanted, by its path and what it is."""
+def change_first(wanted: Callable[[str, object], bool], change: Callable) -> Callable[[dict], dict]:
+    """Change the first entry for which `wanted(path, value)` is true."""
 
     def found(node, path: str):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
@@ -308,7 +308,7 @@ def put(wanted: Callable[[str, object], bool], change: Callable) -> Callable[[di
     def edited(loaded: dict) -> dict:
         place = found(loaded, "")
         if place is None:
-            raise KeyError("nothing of it")
+            raise KeyError("no such value")
         node, key = place
         node[key] = change(node[key])
         return loaded

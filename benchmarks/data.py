@@ -1,13 +1,13 @@
-"""What does it cost to keep experience? Two separate questions:
+"""What does it cost to store experience? Two separate questions:
 
-a) adding a rollout and getting it back, beside a list of TensorDicts and beside bare tensor copies
-b) memory that images take, beside keeping both `observation` and `next/observation`
+a) adding a rollout and reading it, compared with a list of TensorDicts and with bare tensor copies
+b) memory of images, compared with storing both `observation` and `next/observation`
 
     python benchmarks/data.py [--quick] [--only a b] [--rounds 15] [--threads 1]
 
-A rollout is 128 decisions of 16 robots with head and wrist cameras at 64 px; in 1 of 50 decisions an episode ends. The
-sides take turns within one run, so that a busy moment hits all; medians are compared. Each side keeps what it got until
-its next turn, as a training loop does, so giving memory back is part of its time.
+A rollout is 128 decisions of 16 robots with head and wrist cameras at 64 px; an episode ends in 1 of 50 decisions. The
+sides take turns in one process, so that a busy moment affects all; medians are compared. Each side keeps its result
+until its next turn, as a training loop does, so that freeing memory counts as part of its time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ AT_LEAST_5 = {"sense": ">=", "target": 5.0}
 
 
 class Experience:
-    """T transitions of N robots, as an env and a policy would make them."""
+    """T transitions of N robots with random values, in the format of env and policy."""
 
     def __init__(self, steps: int, envs: int, size: int):
         self.steps, self.envs, self.size = steps, envs, size
@@ -72,7 +72,7 @@ class Experience:
 
 
 def list_of(experience: Experience, copies: bool) -> Callable:
-    """`copies`: it owns what it keeps, as the buffers do."""
+    """A list of TensorDicts; `copies`: of copies, since the buffers own their data, too."""
 
     def turn(_):
         kept = []
@@ -100,7 +100,7 @@ def ring(experience: Experience) -> Callable:
     buffer = VLABuffer(experience.steps)
 
     def turn(_):
-        # its transitions come round again, and the first does not go on where the last one led to
+        # the same transitions follow again: the first one does not continue the last one
         buffer.clear()
         for td in experience.transitions:
             buffer.add(td)
@@ -111,7 +111,7 @@ def ring(experience: Experience) -> Callable:
 
 
 def bare_copies(experience: Experience, out: bool) -> Callable:
-    """Nothing but copies of what is kept, tensor by tensor, observations once; `out`: and of all rows at the end."""
+    """Copies of the stored tensors, observations once, and nothing else; `out`: also copies of all rows at the end."""
     ended = [td["next", "terminated"].nonzero()[:, 0] for td in experience.transitions]
     last = [list(td["next", "observation"].values(True, True)) for td in experience.transitions]
     rows = [bare(td) for td in experience.transitions] + [bare(experience.root)]
@@ -141,20 +141,20 @@ def add_and_get(args) -> list[dict]:
         "VLABuffer": ring(experience),
         "bare copies in and out": bare_copies(experience, out=True),
     }
-    beside = {"RolloutBuffer": "bare copies in", "VLABuffer": "bare copies in and out"}
+    limits = {"RolloutBuffer": "bare copies in", "VLABuffer": "bare copies in and out"}
     seconds = take_turns(sides, args.rounds)
     results = []
     for name, value in seconds.items():
         results.append(answer("a", f"{name}: ms", value * 1e3))
-        if name in beside:
+        if name in limits:
             for kept, target in (("list of TensorDicts", AT_LEAST_5), ("list of copied TensorDicts", {})):
                 results.append(answer("a", f"{name}: times as fast as the {kept}", seconds[kept] / value, **target))
-            results.append(answer("a", f"{name}: times the bare copies", value / seconds[beside[name]], "<=", 1.3))
+            results.append(answer("a", f"{name}: times the bare copies", value / seconds[limits[name]], "<=", 1.3))
     return results
 
 
 def take_turns(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """Median seconds of each side; who goes first changes from round to round."""
+    """Median seconds of each side; the first side changes from round to round."""
     held, times = dict.fromkeys(sides), {name: [] for name in sides}
     names = list(sides)
     for number in range(rounds + 2):
@@ -162,7 +162,7 @@ def take_turns(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
             started = time.perf_counter()
             held[name] = sides[name](held[name])
             times[name].append(time.perf_counter() - started)
-    # the first two touch memory for the first time
+    # without the first two, which allocate memory
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side in (a)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of all sides")
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: tiny sizes, results not stored")
     args = parser.parse_args()
     args.steps, args.robots, args.size = (16, 4, 32) if args.quick else (128, 16, 64)
     args.rounds = 2 if args.quick else args.rounds
@@ -225,7 +225,7 @@ def main() -> None:
     }
     results = [result for letter in args.only for result in QUESTIONS[letter](args)]
     if args.quick:
-        # sizes too small to judge by
+        # the sizes are too small for targets
         results = [result | {"target": None} for result in results]
     print(as_table(results))
     about["load_after"] = report.load()

@@ -1,11 +1,11 @@
-"""How fast do windows of time come from the episode store on disk, beside bare copies of the same bytes?
+"""How fast are windows of episodes read from the store on disk, compared with bare copies of as many bytes?
 
     python benchmarks/data_episodes.py [--quick] [--folder DIR]
 
-Episodes of head and wrist cameras at 64 px with state, action, reward and a stored memory. Every way of sampling is
-timed in turns with the limit: plain numpy slices of the same memory maps, as many bytes from places as random, copied
-into memory that is allocated once. A step has two frames. One process, one thread, the files in the page cache; `cold`
-is right after the files were dropped from the cache, and shows the speed of the disk.
+Episodes have head and wrist cameras at 64 px, state, action, reward and a stored memory. Each way of sampling takes
+turns with the limit: numpy slices of the same memory maps, as many bytes from random positions, copied into memory that
+is allocated once. A step has two frames. One process, one thread, files in the page cache; `cold` reads right after the
+files were dropped from the cache, and measures the disk.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def make_episode(steps: int, generator: torch.Generator) -> TensorDict:
 
 
 def fill(store: EpisodeStore, episodes: int, steps: int) -> dict:
-    """Append, timed; the same few episodes over and over, since making them takes longer than storing them."""
+    """Time appending; four episodes repeat, since making them takes longer than storing them."""
     generator = torch.Generator().manual_seed(0)
     made = [make_episode(steps, generator) for _ in range(4)]
     started = time.perf_counter()
@@ -61,10 +61,10 @@ def fill(store: EpisodeStore, episodes: int, steps: int) -> dict:
 
 
 class BareCopies:
-    """The limit: random slices of the memory maps, of the sizes that a batch of windows takes."""
+    """The limit: copies random slices of the memory maps, as large as a batch of windows."""
 
     def __init__(self, store: EpisodeStore):
-        # (bytes of a segment, where an episode begins in them)
+        # (bytes of a segment, offset of an episode in it)
         self.episodes = [(segment.bytes, record.offset) for segment, record in map(store.locate, range(len(store)))]
         steps = store.locate(0)[1].steps
         self.columns, self.starts, self.room = store.layout.columns, store.layout.offsets(steps), steps - LENGTH
@@ -108,7 +108,7 @@ def seconds_of(sample: Callable[[], None], batches: int) -> float:
 
 
 def take_turns(sides: dict[str, Callable[[], None]], rounds: int, batches: int) -> dict[str, list[float]]:
-    """Seconds of each in every round; the order changes from round to round."""
+    """Seconds of each side in every round; the order changes from round to round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for sample in sides.values():
         seconds_of(sample, batches)
@@ -119,7 +119,7 @@ def take_turns(sides: dict[str, Callable[[], None]], rounds: int, batches: int) 
 
 
 def cold(folder: Path, rounds: int, batches: int) -> list[float]:
-    """Shuffled windows right after the files were dropped from the page cache."""
+    """Seconds of shuffled windows right after the files were dropped from the page cache."""
     times = []
     for number in range(rounds):
         # opening reads the last segment to check it
@@ -150,11 +150,11 @@ def measure(folder: Path, args) -> tuple[dict, list[dict]]:
     appended = fill(store, args.episodes, args.steps)
     times = take_turns(ways(store), args.rounds, args.batches)
     store.close()
-    # its maps would keep the files in memory
+    # its memory maps would keep the files in memory
     del store
     limit = statistics.median(times["bare copies"]) / args.batches
     results = [numbers(name, seconds, args.batches, limit) for name, seconds in times.items()]
-    # a few batches: many would read all of it back into the cache
+    # few batches: many would read all files into the cache again
     few = min(args.batches, 4)
     results.append(numbers("shuffled, cold", cold(folder, args.rounds, few), few, limit))
     return appended, results
@@ -172,11 +172,9 @@ def as_table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11, help="timed turns of each way")
-    parser.add_argument(
-        "--folder", type=Path, help="where to put about 1 GB of episodes; default: the temporary folder"
-    )
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
+    parser.add_argument("--rounds", type=int, default=11, help="timed turns of each way of sampling")
+    parser.add_argument("--folder", type=Path, help="folder for about 1 GB of episodes; default: the temporary folder")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: tiny sizes, results not stored")
     args = parser.parse_args()
     args.episodes, args.steps, args.batches = (8, 40, 2) if args.quick else (400, 100, 20)
     args.rounds = 3 if args.quick else args.rounds

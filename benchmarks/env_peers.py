@@ -1,10 +1,10 @@
-"""The things that env_speed.py times, each in a process of its own.
+"""Worker process of env_speed.py: times one kind of work on request.
 
     python env_peers.py KIND '{"size": 64, ...}'
 
-Once ready, the process says what it is in one line of JSON; then it answers each line that holds a number k with the
-seconds that k turns took, and ends with its input. Only what a kind needs is imported: Meta-World and robosuite live in
-an environment without sparring. What a turn is, the kind says: a control step, or all frames of some poses.
+When ready, the process prints a description of its work as one line of JSON. It answers each input line with a number
+k by the seconds that k turns took, and exits at the end of its input. Imports depend on the kind: Meta-World and
+robosuite are installed in an environment without sparring. A turn is a control step, or all frames of some poses.
 """
 
 import importlib
@@ -23,7 +23,7 @@ CAMERAS = ("head", "wrist")
 
 
 def suite_step(task: str, robots: int, threads: int, cameras: list[str], size: int = 64) -> tuple[Turn, dict]:
-    """A control step of all robots. Memory is what they add to a process that already runs one."""
+    """A control step of all robots. Memory is the increase in a process that already runs one robot."""
     from sparring.envs.configs import TabletopConfig
     from sparring.envs.tabletop.backend import Tabletop
 
@@ -36,13 +36,13 @@ def suite_step(task: str, robots: int, threads: int, cameras: list[str], size: i
     turn = _stepper(env)
     kept = [turn() for _ in range(3)][-1:]
     kib = (_resident_bytes() - before) / robots / 1024
-    # `alone` and the last observation are alive up to here: freed memory would be used again and not be counted
+    # `alone` and the last observation live until here: reuse of freed memory would not be counted
     del alone, kept
     return turn, {"simulated_seconds": robots / env.spec.control_hz, "kib_per_robot": round(kib, 1)}
 
 
 def suite_physics(task: str, robots: int, threads: int) -> tuple[Turn, dict]:
-    """The physics of a control step alone, the motors holding each arm where it is."""
+    """The physics of a control step; the motors hold each arm in place."""
     world, rows, _ = _suite_world(task, robots, threads)
     held = world.arms(rows)[:, 0]
     return lambda: world.advance(rows, held), {}
@@ -51,7 +51,7 @@ def suite_physics(task: str, robots: int, threads: int) -> tuple[Turn, dict]:
 def suite_frames(
     task: str, poses: str, threads: int, together: int, size: int, cameras: list[str] = CAMERAS
 ) -> tuple[Turn, dict]:
-    """All poses, drawn `together` at a time: from joint positions to pixels."""
+    """Draw all poses, `together` per call: from joint positions to pixels."""
     qpos = np.load(poses)
     world, rows, goal = _suite_world(task, len(qpos), threads)
     state = world.state()
@@ -69,10 +69,10 @@ def suite_frames(
 
 
 def mujoco_frames(model: str, poses: str, size: int, floor: float, cameras: list[str] = CAMERAS) -> tuple[Turn, dict]:
-    """The same poses drawn by MuJoCo: from joint positions to pixels.
+    """Draw the same poses with MuJoCo: from joint positions to pixels.
 
-    MuJoCo draws an endless floor as thousands of tiles, which takes most of its time. `floor` is half the length of a
-    finite one of a single tile; 0 leaves the scene as it is.
+    MuJoCo draws an infinite floor as thousands of tiles, which takes most of its time. `floor` is half the length of a
+    finite floor of a single tile; 0 keeps the original scene.
     """
     import mujoco
 
@@ -99,7 +99,7 @@ def mujoco_frames(model: str, poses: str, size: int, floor: float, cameras: list
 
 
 def metaworld(size: int, hz: float | None) -> tuple[Turn, dict]:
-    """A control step of pick-place; `hz` None is Meta-World's own rate. Resets are not counted."""
+    """A control step of pick-place; `hz` None: the default rate of Meta-World. Resets are excluded."""
     from metaworld import ML1
 
     benchmark = ML1("pick-place-v3", seed=0)
@@ -121,7 +121,7 @@ def metaworld(size: int, hz: float | None) -> tuple[Turn, dict]:
 
 
 def robosuite(size: int, hz: float | None) -> tuple[Turn, dict]:
-    """A control step of Lift with a Panda; `hz` None is robosuite's own rate. Resets are not counted."""
+    """A control step of Lift with a Panda; `hz` None: the default rate of robosuite. Resets are excluded."""
     from robosuite import make
 
     env = make(
@@ -135,7 +135,7 @@ def robosuite(size: int, hz: float | None) -> tuple[Turn, dict]:
         **({} if hz is None else {"control_freq": hz}),
     )
     env.reset()
-    # its own cameras leave out the collision shapes, too
+    # robosuite's own cameras do not show the collision shapes, either
     fast = FastCameras(env.sim.model._model, ["frontview", "robot0_eye_in_hand"], size)
     fast.option.geomgroup[0] = 0
     act = _random_actions((env.action_dim,))
@@ -149,7 +149,7 @@ def robosuite(size: int, hz: float | None) -> tuple[Turn, dict]:
 
 
 class FastCameras:
-    """MuJoCo's own renderer with all that costs time turned off, through MUJOCO_GL (egl or osmesa)."""
+    """MuJoCo's renderer with its fastest settings, through MUJOCO_GL (egl or osmesa)."""
 
     def __init__(self, model, cameras: list[str], size: int):
         import mujoco
@@ -177,7 +177,7 @@ class FastCameras:
         self._pixels = np.empty((len(cameras), size, size, 3), np.uint8)
 
     def draw(self, data) -> np.ndarray:
-        """`[cameras, H, W, 3]`, bottom row first. The scene is made once for all cameras."""
+        """`[cameras, H, W, 3]`, bottom row first. The scene is built once for all cameras."""
         mujoco, scene = self._mujoco, self._scene
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
         mujoco.mjv_updateScene(self._model, data, self.option, None, self._cameras[0], everything, scene)
@@ -195,7 +195,7 @@ class FastCameras:
 
 
 def _stepper(env) -> Turn:
-    """Steps `env` under random actions. Episodes end at different times, as they come to do in training."""
+    """Steps `env` under random actions. Episodes end at different times, as in training."""
     from sparring.envs.backend import EpisodeSeeds
 
     env.reset(EpisodeSeeds(0, total_envs=env.num_envs))
@@ -207,7 +207,7 @@ def _stepper(env) -> Turn:
 
 
 def _suite_world(task: str, robots: int, threads: int) -> tuple:
-    """Robots at the start of an episode, all rows, and their goals `[n, 3]`."""
+    """(world with robots at the start of an episode, all rows, their goals `[n, 3]`)."""
     from sparring.envs.tabletop.tasks.registry import find
     from sparring.envs.tabletop.world import World
 
@@ -221,7 +221,7 @@ def _suite_world(task: str, robots: int, threads: int) -> tuple:
 
 
 def _random_actions(shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
-    """Drawn beforehand and dealt out in a ring, so that drawing them costs nobody time."""
+    """A function that cycles through actions drawn in advance, so that drawing them is not timed."""
     actions = np.random.default_rng(0).uniform(-1, 1, (64, *shape)).astype(np.float32)
     number = -1
 
@@ -234,7 +234,7 @@ def _random_actions(shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
 
 
 def _thumbnail(image: np.ndarray) -> list[float]:
-    """`[H, W, 3]` -> 256 times red less blue, which lights hardly change: do two renderers show the same?"""
+    """`[H, W, 3]` -> red minus blue of 16 x 16 blocks, which hardly depends on lights, to compare renderers."""
     n = len(image) // 16
     colour = image[:, :, 0].astype(float) - image[:, :, 2]
     return colour.reshape(16, n, 16, n).mean(axis=(1, 3)).ravel().round(1).tolist()
@@ -259,7 +259,7 @@ KINDS = {kind.__name__: kind for kind in (suite_step, suite_physics, suite_frame
 
 
 def main() -> None:
-    # answers go out on a line of their own: what libraries print joins the errors
+    # stdout is for answers only: output of libraries goes to stderr
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     turn, about = KINDS[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -1,14 +1,14 @@
-"""How fast is the built-in robot suite, beside its peers and the machine's limits? Four separate questions:
+"""How fast is the built-in robot suite, compared with its peers and the machine's limits? Four separate questions:
 
-a) microseconds per frame on one core, shadow on, beside MuJoCo's own renderer on the same scene and poses
-b) what does a second thread give, and where is the rest lost?
-c) simulated seconds per second with two 64 px cameras on one core, beside Meta-World and robosuite
+a) microseconds per frame on one core, with shadows, compared with MuJoCo's renderer on the same scene and poses
+b) the gain of a second thread, and where the rest is lost
+c) simulated seconds per second with two 64 px cameras on one core, compared with Meta-World and robosuite
 d) memory and throughput of 1 to 256 robots
 
     python benchmarks/env_speed.py [--quick] [--only a b c d] [--peers-python PATH]
 
-Every side is a process of its own (env_peers.py). They take turns within one run, so that a busy moment hits all; the
-medians are compared. A control step is 10 physics steps of 4 ms throughout.
+Each side is a separate process (env_peers.py). Sides take turns in one run, so that a busy moment affects all; medians
+are compared. A control step of Sparring is 10 physics steps of 4 ms.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from sparring.envs.tabletop.tasks.registry import find
 CORES = os.cpu_count() or 1
 TASK = "stack_d0"
 CAMERAS = ["head", "wrist"]
-# half the length of the floor that spares MuJoCo an endless one; it reaches beyond what the cameras see of it
+# half the length of the finite floor for MuJoCo; it extends beyond the view of the cameras
 FLOOR = 20.0
-# two pictures of one scene agree at least so much (correlation of their thumbnails)
+# least correlation between the thumbnails of two images of the same scene
 SAME_PICTURE = 0.85
 
 
 def frames(args) -> list[dict]:
-    """Question a; the ratio is how much longer a side takes than ours."""
+    """Question a; ratio: time of the side / time of Sparring."""
     results = []
     with tempfile.TemporaryDirectory() as folder, one_core():
         model, poses = save_scene(Path(folder), args.robots)
@@ -61,7 +61,7 @@ def frames(args) -> list[dict]:
 
 
 def mujoco_renderers(model: str, poses: str, size: int) -> dict[str, Worker]:
-    """Those that are installed, with the scene's endless floor and with a finite one."""
+    """The installed GL backends, with the infinite floor of the scene and with a finite one."""
     sides = {}
     for gl in ("egl", "osmesa"):
         try:
@@ -75,7 +75,7 @@ def mujoco_renderers(model: str, poses: str, size: int) -> dict[str, Worker]:
 
 
 def save_scene(folder: Path, robots: int) -> tuple[str, str]:
-    """Files with the model, and with joint positions `[5 robots, nq]` from all along the expert's episodes."""
+    """Write the model, and joint positions `[5 * robots, nq]` along the expert's episodes; return both files."""
     model = find(TASK).scene.compile()
     load_mujoco().mj_saveModel(model, str(folder / "scene.mjb"))
     env = Tabletop(TabletopConfig(task=TASK, control_mode="delta_ee_pos", threads=1), robots)
@@ -92,7 +92,7 @@ def save_scene(folder: Path, robots: int) -> tuple[str, str]:
 
 
 def check_same_pictures(thumbnails: dict[str, list[list[float]]]) -> None:
-    """A renderer that shows an empty scene would be fast."""
+    """Raise an error if a renderer shows another scene: an empty one would be fast."""
     for name, cameras in thumbnails.items():
         for camera, ours, theirs in zip(CAMERAS, thumbnails["sparring"], cameras, strict=True):
             with np.errstate(invalid="ignore"):
@@ -102,7 +102,7 @@ def check_same_pictures(thumbnails: dict[str, list[list[float]]]) -> None:
 
 
 def second_thread(args) -> list[dict]:
-    """Question b; the ratio is the gain over one thread. Two processes are what the machine can give."""
+    """Question b; ratio: gain over one thread. Two processes are the limit of the machine."""
     results = []
     robots = {"task": TASK, "robots": args.robots}
     with tempfile.TemporaryDirectory() as folder:
@@ -127,8 +127,8 @@ def second_thread(args) -> list[dict]:
     return results
 
 
-def beside_peers(args) -> list[dict]:
-    """Question c; the ratio is how much faster one of our robots is."""
+def compare_with_peers(args) -> list[dict]:
+    """Question c; ratio: rate of one robot of Sparring / rate of the side."""
     with one_core():
         suite = {"task": TASK, "threads": 1, "cameras": CAMERAS}
         sides = {
@@ -136,7 +136,7 @@ def beside_peers(args) -> list[dict]:
             f"sparring, {args.robots} robots": Worker("suite_step", robots=args.robots, **suite),
         }
         if args.peers_python is None:
-            print("not measured: Meta-World and robosuite; benchmarks/README.md says how, then give --peers-python")
+            print("not measured: Meta-World and robosuite; benchmarks/README.md explains the set-up for --peers-python")
         else:
             for peer in ("metaworld", "robosuite"):
                 for label, hz in (("25 Hz", CONTROL_HZ), ("its own rate", None)):
@@ -148,7 +148,7 @@ def beside_peers(args) -> list[dict]:
 
 
 def many_robots(args) -> list[dict]:
-    """Question d; the ratio is the gain over one robot on one thread."""
+    """Question d; ratio: gain over one robot on one thread."""
     results, alone = [], {}
     for robots in (1, 4) if args.quick else (1, 4, 16, 64, 256):
         sides = {
@@ -160,22 +160,22 @@ def many_robots(args) -> list[dict]:
             rate = robots / numbers["seconds"]
             ratio = rate / alone.setdefault(case, rate)
             results.append(answer("d", case, f"robots={robots}, threads={threads}", rate, ratio, numbers))
-    # one kind of observation after the other
+    # grouped by kind of observation
     return sorted(results, key=lambda result: result["case"], reverse=True)
 
 
-QUESTIONS = {"a": frames, "b": second_thread, "c": beside_peers, "d": many_robots}
-# the headings of `value` and `ratio`
+QUESTIONS = {"a": frames, "b": second_thread, "c": compare_with_peers, "d": many_robots}
+# headings of `value` and `ratio`
 COLUMNS = {
-    "a": ("us a frame", "ours is faster by"),
-    "b": ("ms a turn", "gain of the second core"),
-    "c": ("simulated s/s", "our single robot is faster by"),
+    "a": ("us per frame", "time / Sparring's"),
+    "b": ("ms per turn", "gain over one thread"),
+    "c": ("simulated s/s", "one Sparring robot / side"),
     "d": ("env steps/s", "gain over one robot"),
 }
 
 
 def answer(question: str, case: str, side: str, value: float, ratio: float, numbers: dict, target=None) -> dict:
-    """`target` is what is asked of the value or the ratio, as ("ratio", ">=", 1.7)."""
+    """`target` is a condition on the value or the ratio, such as ("ratio", ">=", 1.7)."""
     result = {"question": question, "case": case, "side": side, "value": round(value, 2), "ratio": round(ratio, 3)}
     if target is not None:
         of, sign, bound = target
@@ -185,7 +185,7 @@ def answer(question: str, case: str, side: str, value: float, ratio: float, numb
 
 
 def as_table(letter: str, results: list[dict]) -> str:
-    rows = [("", "case", "side", *COLUMNS[letter], "target", "KiB a robot" if letter == "d" else "")]
+    rows = [("", "case", "side", *COLUMNS[letter], "target", "KiB per robot" if letter == "d" else "")]
     for result in results:
         memory = f"{result['kib_per_robot']:,.0f}" if letter == "d" else ""
         numbers = f"{result['value']:,.1f}", f"{result['ratio']:.2f}"
@@ -198,12 +198,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long a turn takes, about")
+    parser.add_argument("--seconds", type=float, default=0.5, help="approximate duration of a turn")
     parser.add_argument("--peers-python", help="interpreter of the environment with Meta-World and robosuite")
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: tiny sizes, results not stored")
     args = parser.parse_args()
     if args.peers_python is not None and shutil.which(args.peers_python) is None:
-        parser.error(f"--peers-python {args.peers_python}: no such program; benchmarks/README.md says how to make it")
+        parser.error(f"--peers-python {args.peers_python}: no such program; benchmarks/README.md explains its set-up")
     args.robots = 4 if args.quick else 16
     if args.quick:
         args.rounds, args.seconds = 3, 0.05
@@ -213,7 +213,7 @@ def main() -> None:
     for letter in args.only:
         answers = QUESTIONS[letter](args)
         if args.quick:
-            # sizes too small to judge by
+            # the sizes are too small for targets
             answers = [{key: value for key, value in answer.items() if key != "target"} for answer in answers]
         print(as_table(letter, answers), end="\n\n", flush=True)
         results += answers

@@ -1,4 +1,4 @@
-"""Sides of a comparison that take turns, so that a busy moment hits all. Each is a process of env_peers.py."""
+"""Sides of a comparison that take turns, so that a busy moment affects all. Each is a process of env_peers.py."""
 
 import contextlib
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 class Worker:
-    """One side of a comparison: a process that runs so many turns when asked, and is idle otherwise."""
+    """One side of a comparison: a process that runs turns on request and is idle otherwise."""
 
     def __init__(self, kind: str, gl: str = "disable", python: str = sys.executable, **arguments):
-        # one core means one thread: neither the GL driver nor BLAS starts any
+        # one core means one thread: neither the GL driver nor BLAS may start threads
         quiet = {"MUJOCO_GL": gl, "LP_NUM_THREADS": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -28,22 +28,22 @@ class Worker:
         )
         self._kind = kind
         self.turns = 1
-        # what the process says of itself
+        # the description that the process prints
         self.about = json.loads(self._answer())
 
     def settle(self, seconds: float) -> None:
-        """Warm up, and choose how many turns take about this long."""
+        """Warm up, and choose a number of turns that takes about this long."""
         self.seconds_per_turn()
         self.turns = max(1, round(seconds / self.seconds_per_turn()))
 
     def seconds_per_turn(self) -> float:
-        self.ask()
-        return self.hear()
+        self.start()
+        return self.wait()
 
-    def ask(self) -> None:
+    def start(self) -> None:
         print(self.turns, file=self._process.stdin, flush=True)
 
-    def hear(self) -> float:
+    def wait(self) -> float:
         return float(self._answer()) / self.turns
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class SideFailed(RuntimeError): ...
 
 
 class AtOnce:
-    """Several workers that run at the same time and count as one side; they are done when the last one is."""
+    """Several workers that run at the same time as one side; the slowest one determines its time."""
 
     def __init__(self, *workers: Worker):
         self._workers = workers
@@ -79,8 +79,8 @@ class AtOnce:
 
     def seconds_per_turn(self) -> float:
         for worker in self._workers:
-            worker.ask()
-        return max(worker.hear() for worker in self._workers)
+            worker.start()
+        return max(worker.wait() for worker in self._workers)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -88,7 +88,7 @@ class AtOnce:
 
 
 def take_turns(sides: dict[str, Worker | AtOnce], rounds: int, seconds: float) -> dict[str, dict]:
-    """Seconds per turn of each side, by its name, and what it says of itself. The order changes from round to round."""
+    """Name -> seconds per turn and description of each side. The order changes from round to round."""
     for side in sides.values():
         side.settle(seconds)
     measured = {name: [] for name in sides}
@@ -106,7 +106,7 @@ def take_turns(sides: dict[str, Worker | AtOnce], rounds: int, seconds: float) -
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Processes started in here, and their threads, share one core."""
+    """Pin processes that start within this context, and their threads, to one core."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(allowed)})
     try:

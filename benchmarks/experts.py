@@ -1,6 +1,6 @@
-"""How often does each scripted expert succeed? Every task x distribution, with 95 % Wilson intervals.
+"""How often does each scripted expert succeed? All tasks and distributions, with 95 % Wilson intervals.
 
-python benchmarks/experts.py                       # about a minute of one core; keeps results/experts.json
+python benchmarks/experts.py                       # about a minute of one core; writes results/experts.json
 python benchmarks/experts.py --tasks lift_d2 --noise 0.3 --control-mode delta_ee --dry-run
 """
 
@@ -17,20 +17,20 @@ from sparring.envs.tabletop.experts import Expert
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.evaluation.play import wilson
 
-# tasks that can be done
-GUIDED = [name for name, task in TASKS.items() if task.expert is not None]
-# how each task is done unless --control-mode says otherwise: where a hand has to turn, it must be able to
-USUAL_MODE, MODES = "delta_ee_pos", {"handover": "delta_ee", "lift_tray": "delta_ee"}
-# of 100 episodes, by distribution
+# tasks that have an expert
+TASKS_WITH_EXPERT = [name for name, task in TASKS.items() if task.expert is not None]
+# default control modes: tasks in which a hand has to turn need a mode that can turn it
+DEFAULT_MODE, MODES = "delta_ee_pos", {"handover": "delta_ee", "lift_tray": "delta_ee"}
+# target success of 100 episodes, by distribution
 TARGETS = {"d0": 0.95, "d1": 0.90, "d2": 0.85}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=GUIDED, default=GUIDED, metavar="TASK")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS_WITH_EXPERT, default=TASKS_WITH_EXPERT, metavar="TASK")
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="deviation added to actions")
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="standard deviation of action noise")
     parser.add_argument("--control-mode", nargs="+", choices=CONTROLS, default=[None], metavar="MODE")
     parser.add_argument("--dry-run", action="store_true", help="print only")
     arguments = parser.parse_args()
@@ -39,8 +39,8 @@ def main() -> None:
     for mode in arguments.control_mode:
         for noise in arguments.noise:
             for task in arguments.tasks:
-                usual = MODES.get(task[: -len("_d0")], USUAL_MODE)
-                cells.append(measure(task, mode or usual, noise, arguments.episodes, arguments.seed))
+                default = MODES.get(task[: -len("_d0")], DEFAULT_MODE)
+                cells.append(measure(task, mode or default, noise, arguments.episodes, arguments.seed))
     rows = [("task", "control", "noise", "success", "95 % interval", "reward", "target")]
     print(table(rows + [_row(cell) for cell in cells]))
     if not arguments.dry_run:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(task: str, mode: str, noise: float, episodes: int, seed: int) -> dict:
-    """One episode of each robot, from starts that no training run sees."""
+    """Play one episode of each robot, from held-out starts."""
     env = Tabletop(TabletopConfig(task=(task,), control_mode=mode, threads=1), episodes)
     env.reset(EpisodeSeeds(seed, "eval", total_envs=episodes))
     expert, rewards = Expert(env, noise, seed), []

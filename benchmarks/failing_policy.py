@@ -1,4 +1,4 @@
-"""A policy that fails to decide when a file says so; the environment variable FAILING_POLICY names the file."""
+"""A policy that raises or hangs when a file demands it; the environment variable FAILING_POLICY names the file."""
 
 import os
 import time
@@ -11,9 +11,9 @@ from sparring.policies.actor_critic import ActorCritic
 
 class FailingPolicy(ActorCritic):
     def act(self, td: TensorDict) -> TensorDict:
-        word = Path(os.environ["FAILING_POLICY"])
-        if word.exists():
-            if word.read_text() == "raise":
+        order = Path(os.environ["FAILING_POLICY"])
+        if order.exists():
+            if order.read_text() == "raise":
                 raise ZeroDivisionError("nothing comes to mind")
             time.sleep(600)
         return super().act(td)

@@ -1,17 +1,17 @@
-"""Does fitting normalisers before the first update pay for the rollout that it takes?
+"""Does a first rollout that only fits the normalisers improve learning enough to justify its env steps?
 
     python benchmarks/first_update.py OLD NEW --seeds 5 --jobs 2
     python benchmarks/first_update.py --summary
 
-OLD and NEW are folders of checkouts: one fits normalisers after the first update, one to a rollout before it. Both
+OLD and NEW are folders of checkouts: OLD fits normalisers after the first update, NEW to a rollout before it. Both
 train the problems below with equal settings and seeds; the greedy policy is evaluated on the same held-out episodes at
-equal numbers of updates. All env steps count, those of the rollout that fits normalisers too. Of each problem:
+equal numbers of updates. All env steps count, including those of the rollout that fits normalisers. For each problem:
 
-- `steps`: env steps at the first evaluation that passes the threshold; the limit where none does
+- `steps`: env steps at the first evaluation that passes the threshold; the limit if none does
 - `mean`: mean over all evaluations of success (CartPole: of reward / 500), the area under the learning curve
 - `value_loss`: loss of the critic in update 2 over that in update 1
 
-Finished runs are kept in results/first_update.json and skipped the next time. A run that is cut short starts anew.
+Finished runs are stored in results/first_update.json and skipped the next time. An interrupted run starts from scratch.
 """
 
 import argparse
@@ -63,7 +63,7 @@ PROBLEMS = {
 
 
 def train(name: str, source: Path, seed: int) -> dict:
-    """One run in a process of its own, on one thread."""
+    """Train in a new process, on one thread."""
     problem = PROBLEMS[name]
     with tempfile.TemporaryDirectory(prefix="first_update_") as folder:
         output = Path(folder) / "run"
@@ -78,7 +78,7 @@ def train(name: str, source: Path, seed: int) -> dict:
         if done.returncode:
             raise RuntimeError(f"{name}, seed {seed}, {source}:\n{done.stderr[-2000:]}")
         evaluations = [json.loads(line) for line in (output / "evaluations.jsonl").read_text().splitlines()]
-        losses = [json.loads(line)["train/value_loss"] for line in _first(output / "episode_metrics.jsonl", 2)]
+        losses = [json.loads(line)["train/value_loss"] for line in _first_lines(output / "episode_metrics.jsonl", 2)]
     curve = [(line["total_steps"], line[problem.measure] / problem.scale) for line in evaluations]
     passed = [steps for steps, value in curve if value >= problem.passes]
     return {
@@ -90,7 +90,7 @@ def train(name: str, source: Path, seed: int) -> dict:
     }
 
 
-def _first(file: Path, lines: int) -> list[str]:
+def _first_lines(file: Path, lines: int) -> list[str]:
     return file.read_text().splitlines()[:lines]
 
 
@@ -119,27 +119,27 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
-    parser.add_argument("--summary", action="store_true", help="only show what is kept")
+    parser.add_argument("--summary", action="store_true", help="only print the stored results")
     arguments = parser.parse_args()
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
     if not arguments.summary:
         if arguments.old is None or arguments.new is None:
             parser.error("give the folders of both checkouts, or --summary")
         sides = {"old": arguments.old, "new": arguments.new}
-        kept["about"] = report.metadata()
+        stored["about"] = report.metadata()
         with ThreadPoolExecutor(arguments.jobs) as pool:
             futures = {
                 f"{name}/{side}/{seed}": pool.submit(train, name, source.resolve(), seed)
                 for name in arguments.only
                 for seed in range(arguments.seeds)
                 for side, source in sides.items()
-                if f"{name}/{side}/{seed}" not in kept["runs"]
+                if f"{name}/{side}/{seed}" not in stored["runs"]
             }
             for key, future in futures.items():
-                kept["runs"][key] = future.result()
-                report.write_json(RESULTS, kept)
-                print(key, {name: value for name, value in kept["runs"][key].items() if name != "curve"}, flush=True)
-    print(summarise(kept["runs"]))
+                stored["runs"][key] = future.result()
+                report.write_json(RESULTS, stored)
+                print(key, {name: value for name, value in stored["runs"][key].items() if name != "curve"}, flush=True)
+    print(summarise(stored["runs"]))
 
 
 if __name__ == "__main__":

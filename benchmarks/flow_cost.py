@@ -1,10 +1,10 @@
-"""What does an update of a flow policy cost, by the method that scores it?
+"""What does an update of a flow policy cost, for each scoring method?
 
     python benchmarks/flow_cost.py [--device cpu] [--steps 10] [--batch 256] [--rounds 15] [--quick]
 
-Scoring a whole chain of K denoising steps runs the action transformer K times, one drawn step runs it once. Timed are
-forward and backward of the action head alone (features given), and of the whole update: two 64 px cameras, state,
-critic, loss and optimiser. The sides take turns, medians are compared.
+Scoring a complete chain of K denoising steps runs the action transformer K times; scoring one drawn step runs it once.
+Two parts are timed: forward and backward of the action head alone (features given), and the complete update (two 64 px
+cameras, state, critic, loss, optimiser). Methods and parts take turns in one process; medians are compared.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def make_policy(method: str, args) -> FlowPolicy:
 
 
 def decisions(policy: FlowPolicy, batch: int, device: str) -> TensorDict:
-    """A rollout of one decision each, [1, B], as a collector would store it."""
+    """A rollout of one decision of each of B robots, [1, B], as a collector stores it."""
     shape = (batch, 3, SIZE, SIZE)
     images = {camera: torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for camera in ("head", "wrist")}
     observation = TensorDict({"image": images, "state": torch.randn(batch, STATE, device=device)}, [batch])
@@ -51,7 +51,7 @@ def decisions(policy: FlowPolicy, batch: int, device: str) -> TensorDict:
 
 
 def head(policy: FlowPolicy, td: TensorDict) -> Callable[[], None]:
-    """Forward and backward of the action transformer over what is scored."""
+    """Forward and backward of the action transformer over the scored actions."""
     flat = td[0]
     with torch.no_grad():
         _, about = policy.encode(flat)
@@ -65,7 +65,7 @@ def head(policy: FlowPolicy, td: TensorDict) -> Callable[[], None]:
 
 def whole_update(policy: FlowPolicy, td: TensorDict) -> Callable[[], None]:
     ppo = PPO(PPOConfig(ppo_epochs=1, mini_batch_size=td.numel(), policy_lr=1e-6), policy)
-    # what is stored must stay what was done, so weights are put back
+    # the stored log-probabilities belong to these weights, so each turn restores them
     weights = {name: value.clone() for name, value in policy.state_dict().items()}
 
     def turn() -> None:
@@ -78,7 +78,7 @@ def whole_update(policy: FlowPolicy, td: TensorDict) -> Callable[[], None]:
 
 
 def take_turns(sides: dict, rounds: int, device: str) -> dict:
-    """Median milliseconds of each."""
+    """Median milliseconds of each side."""
     times = {name: [] for name in sides}
     for _ in range(rounds + 2):
         for name, turn in sides.items():
@@ -95,10 +95,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=10, help="denoising steps K")
-    parser.add_argument("--batch", type=int, default=256, help="decisions of a minibatch")
+    parser.add_argument("--batch", type=int, default=256, help="decisions per minibatch")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: tiny sizes, results not stored")
     args = parser.parse_args()
     args.batch, args.rounds = (8, 1) if args.quick else (args.batch, args.rounds)
     torch.set_num_threads(args.threads)

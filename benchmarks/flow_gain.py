@@ -1,18 +1,18 @@
-"""Does RL raise a flow policy that imitated a few demonstrations to near-perfect success?
+"""Does RL improve a flow policy that was trained on ten demonstrations to 95 % success?
 
     python benchmarks/flow_gain.py stack_d0 --seed 0
-    python benchmarks/flow_gain.py lift_d1 --seed 1 --minutes 20      # again to go on
+    python benchmarks/flow_gain.py lift_d1 --seed 1 --minutes 20      # repeat the command to resume
     python benchmarks/flow_gain.py --summary
 
-One process takes one seed through three stages: scripted experts record demonstrations, a flow policy imitates them,
-PPO fine-tunes it on a sparse 0/1 reward. One recipe (configs/flow_imitate.yaml, configs/flow_finetune.yaml) serves all
-problems; a problem only says which env, how many demonstrations and how many steps. The ODE policy (greedy) and the SDE
-policy (sampled, what RL trains) play 200 held-out episodes after imitation, now and then, and at the end; that time
-does not count as training. A run that is cut short goes on from its last checkpoint in benchmarks/runs/.
+One process takes one seed through three stages: scripted experts record demonstrations, a flow policy is trained on
+them by imitation, PPO fine-tunes it on a sparse 0/1 reward. All problems use the same recipe
+(configs/flow_imitate.yaml, configs/flow_finetune.yaml) and differ in env, demonstrations and steps only. The ODE policy
+(greedy) and the SDE policy (sampled, trained by RL) are evaluated on 200 held-out episodes after imitation, regularly
+during RL, and at the end, outside of the training time. An interrupted run resumes from benchmarks/runs/.
 
-`stack_d0_fpo` is `stack_d0` by FPO (`policy.method=fpo`), which needs smaller steps. With the recipe's `ppo.policy_lr`
-1e-4 and `ppo.clip_ratio` 0.1, seed 100, imitated at 99 %, fell to 77 % within 96,000 steps; 3e-5 and 0.05 were the
-second try, on seed 101.
+`stack_d0_fpo` is `stack_d0` with FPO (`policy.method=fpo`), which needs smaller steps. With the recipe's
+`ppo.policy_lr` 1e-4 and `ppo.clip_ratio` 0.1, seed 100 fell from 99 % after imitation to 77 % within 96,000 steps;
+3e-5 and 0.05 were the second attempt, on seed 101.
 """
 
 import stages
@@ -20,7 +20,7 @@ from stages import Problem, report
 
 RESULTS = report.RESULTS / "flow_gain.json"
 EPISODES = 200
-# imitation must land here, RL must get there, with this lower bound of Wilson's interval
+# targets: success after imitation, success after RL, lower bound of its Wilson interval
 IMITATED, FINE_TUNED, LOWEST = (0.30, 0.70), 0.95, 0.90
 STATE = ["env.cameras=[]", "env.object_state=state"]
 FPO = ("policy.method=fpo", "ppo.policy_lr=0.00003", "ppo.clip_ratio=0.05")
@@ -33,7 +33,7 @@ PROBLEMS = {
 
 
 def judge(policy, config) -> dict:
-    """Both policies on held-out episodes, the same ones every time."""
+    """Results of both policies on held-out episodes, the same at each call."""
     ways = (("ode", True), ("sde", False))
     return {who: stages.rate(stages.play(policy, config, EPISODES, greedy)) for who, greedy in ways}
 
@@ -59,13 +59,13 @@ def _met(run: dict) -> bool:
 
 
 def main() -> None:
-    parser = stages.flags(__doc__)
+    parser = stages.make_parser(__doc__)
     parser.add_argument("problem", nargs="?", choices=PROBLEMS)
     args = parser.parse_args()
     if args.problem and not args.summary:
         configs = ("flow_imitate.yaml", "flow_finetune.yaml")
-        stages.go(args, "gain", args.problem, PROBLEMS[args.problem], configs, judge, RESULTS)
-    stages.tell(RESULTS, summary)
+        stages.run(args, "gain", args.problem, PROBLEMS[args.problem], configs, judge, RESULTS)
+    stages.print_summary(RESULTS, summary)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Does PPO learn as fast here as in stable-baselines3, step for step?
+"""Does PPO learn in as few steps as stable-baselines3, with published hyperparameters?
 
-CartPole-v1 and Pendulum-v1 with the hyperparameters that rl-baselines3-zoo publishes for them, the same for both
-libraries (ours are in configs/cartpole.yaml and configs/pendulum.yaml). For Pendulum the zoo uses state-dependent
-exploration (gSDE); there both libraries run as published ("+ sde") and, to see the plain algorithm, without it.
+CartPole-v1 and Pendulum-v1 with the hyperparameters that rl-baselines3-zoo publishes, the same for both libraries
+(Sparring's are in configs/cartpole.yaml and configs/pendulum.yaml). For Pendulum the zoo uses state-dependent
+exploration (gSDE): both libraries run as published ("+ sde") and, to compare the plain algorithm, without it.
 
-Both libraries are judged on the same held-out episodes, greedily, about every 5,000 env steps:
-`final return` is the mean of 100 episodes after training; `last five` is the mean of the last five evaluations, that
-one and four of 20 episodes before it, since Pendulum's return goes up and down from one checkpoint to the next;
-`steps to threshold` is the first evaluation (20 episodes) that passes, of a run whose final return passes too.
+Both libraries are evaluated on the same held-out episodes, greedily, about every 5,000 env steps:
+`final return` is the mean of 100 episodes after training; `last five` is the mean of the last five evaluations (this
+one, and four of 20 episodes), since the return of Pendulum varies between checkpoints; `steps to threshold` is the
+first evaluation (20 episodes) that passes, in a run whose final return also passes.
 
     python benchmarks/gym_learning.py --seeds 5 --jobs 2
 
-Finished runs are kept in benchmarks/results/gym_learning.json and skipped the next time; delete the file to start anew.
+Finished runs are stored in benchmarks/results/gym_learning.json and skipped the next time; delete it to start again.
 """
 
 import argparse
@@ -38,19 +38,19 @@ LAST_EVALUATIONS = 5
 
 @dataclass(frozen=True)
 class Problem:
-    """A gymnasium env, when it counts as learned, and what rl-baselines3-zoo gives SB3's PPO for it."""
+    """A gymnasium env, its threshold, and the hyperparameters of rl-baselines3-zoo for PPO of SB3."""
 
     env_id: str
     config: str
     threshold: float
     n_envs: int
     zoo: dict
-    # state-dependent exploration, where the zoo uses it
+    # settings of state-dependent exploration, if the zoo uses it
     zoo_sde: dict
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """(ours, the peer it is compared with)"""
+        """(variant of Sparring, variant of SB3) for each comparison."""
         plain, sde = ("sparring", "sb3"), ("sparring + sde", "sb3 + sde")
         return [plain, sde] if self.zoo_sde else [plain]
 
@@ -99,14 +99,14 @@ PROBLEMS = {
 
 
 class Judge:
-    """Evaluates every so many env steps and keeps the learning curve. `play(episodes)` gives their returns."""
+    """Evaluates every `every` env steps and records the learning curve. `play(episodes)` returns their returns."""
 
     def __init__(self, play: Callable[[int], list[float]], every: int):
         self.play, self.every = play, every
         self.curve: list[tuple[int, float]] = []
         self.due = every
 
-    def look(self, env_steps: int) -> None:
+    def evaluate_if_due(self, env_steps: int) -> None:
         if env_steps >= self.due:
             self.curve.append((env_steps, statistics.fmean(self.play(EVALUATION_EPISODES))))
             self.due = env_steps + self.every
@@ -134,7 +134,7 @@ def train_sparring(problem: Problem, seed: int, total_steps: int, sde: bool) -> 
         settings["policy.distribution"] = "gaussian"
     overrides = [Setting(key, value, "benchmark") for key, value in settings.items()]
     config = load_config(CONFIGS / problem.config, overrides)
-    # THE loop without its files: seeds and schedules are those of `sparring train`
+    # the training loop without files: seeds and schedules are those of `sparring train`
     run = Run(config, folder=False, quiet=True)
 
     def held_out_returns(episodes: int) -> list[float]:
@@ -147,7 +147,7 @@ def train_sparring(problem: Problem, seed: int, total_steps: int, sde: bool) -> 
     while run.fraction < 1:
         run.phase.step(run.fraction)
         if run.fraction < 1:
-            judge.look(run.phase.progress.env_steps)
+            judge.evaluate_if_due(run.phase.progress.env_steps)
     return judge.verdict(problem.threshold, run.phase.progress.env_steps)
 
 
@@ -156,9 +156,9 @@ def train_sb3(problem: Problem, seed: int, total_steps: int, sde: bool) -> dict:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    class LookBetweenUpdates(BaseCallback):
+    class EvaluateBetweenUpdates(BaseCallback):
         def _on_rollout_start(self) -> None:
-            judge.look(self.num_timesteps)
+            judge.evaluate_if_due(self.num_timesteps)
 
         def _on_step(self) -> bool:
             return True
@@ -168,7 +168,7 @@ def train_sb3(problem: Problem, seed: int, total_steps: int, sde: bool) -> dict:
     settings = {key: _schedule(value) for key, value in published.items()}
     model = PPO("MlpPolicy", env, seed=seed, device="cpu", **settings)
     judge = Judge(lambda episodes: _sb3_returns(model, problem.env_id, episodes, seed), EVALUATE_EVERY)
-    model.learn(total_steps, callback=LookBetweenUpdates())
+    model.learn(total_steps, callback=EvaluateBetweenUpdates())
     return judge.verdict(problem.threshold, model.num_timesteps)
 
 
@@ -181,7 +181,7 @@ def _schedule(value):
 
 
 def _sb3_returns(model, env_id: str, episodes: int, seed: int) -> list[float]:
-    """Returns of the very episodes that sparring's evaluation plays, side by side."""
+    """Returns of the same episodes that Sparring's evaluation plays."""
     import gymnasium
     import numpy as np
 
@@ -203,7 +203,7 @@ def _sb3_returns(model, env_id: str, episodes: int, seed: int) -> list[float]:
 
 
 def train(library: str, env_id: str, seed: int, total_steps: int, deadline: float) -> dict | None:
-    """One run, in a process of its own; None when there is no time left to begin it."""
+    """Train one run, in a new process; None if the deadline has passed."""
     if time.time() > deadline:
         return None
     import torch
@@ -217,11 +217,11 @@ def train(library: str, env_id: str, seed: int, total_steps: int, deadline: floa
 
 
 def run_missing(runs: dict[str, dict], wanted: list[tuple[str, str, int]], args) -> None:
-    """Trains what `runs` does not hold yet; each finished run is written down at once."""
+    """Train the runs that `runs` lacks; store each finished run immediately."""
     missing = [run for run in wanted if _key(*run) not in runs]
-    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are already there", flush=True)
+    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are already stored", flush=True)
     deadline = time.time() + 60 * args.minutes
-    # threads of tiny networks only wait for each other; must be set before the workers load torch
+    # tiny networks do not profit from threads; must be set before the workers import torch
     os.environ["OMP_NUM_THREADS"] = "1"
     # one run per process: no run inherits the random state or the caches of another
     pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
@@ -276,7 +276,7 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def _verdict(env_id: str, us: str, ours: list[dict], peer: str, theirs: list[dict]) -> str:
-    """Within the peer's spread: our median seed is no worse than the peer's worst one, in speed and in the end."""
+    """Within the peer's spread: our median is no worse than the peer's worst seed, in steps and in final return."""
     steps, final = statistics.median(map(_steps, ours)), statistics.median(run["final_return"] for run in ours)
     slowest, worst = max(map(_steps, theirs)), min(run["final_return"] for run in theirs)
     within = steps <= slowest and final >= worst
@@ -289,7 +289,7 @@ def _verdict(env_id: str, us: str, ours: list[dict], peer: str, theirs: list[dic
 
 
 def mean_of_last(run: dict) -> float:
-    """Of its last evaluations, each as much: one checkpoint alone may be a lucky or an unlucky one."""
+    """Mean of the last evaluations, equally weighted: a single checkpoint may be an outlier."""
     return statistics.fmean(score for _, score in run["curve"][-LAST_EVALUATIONS:])
 
 
@@ -315,16 +315,16 @@ def main() -> None:
     parser.add_argument("--env", choices=list(PROBLEMS), action="append", help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after this long")
-    parser.add_argument("--quick", action="store_true", help="does it work? One short seed, results not kept")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel runs, one thread each")
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: one short seed, results not stored")
     args = parser.parse_args()
     args.steps, args.output = (10_000, None) if args.quick else (TOTAL_STEPS, RESULTS)
     args.seeds = 1 if args.quick else args.seeds
     runs = {}
     if args.output is not None and args.output.is_file():
         runs = json.loads(args.output.read_text())["runs"]
-    # seed by seed, so that a benchmark cut short compares all libraries on the seeds it has
+    # seed by seed, so that an interrupted benchmark has the same seeds for all libraries
     wanted = [
         (library, env_id, seed)
         for seed in range(args.seed, args.seed + args.seeds)

@@ -1,6 +1,6 @@
-"""Do gymnasium's envs train, evaluate and show themselves, by the commands of docs/extending.md, a minute each?
+"""Do Gymnasium envs train, evaluate and record videos with the commands of docs/extending.md, in about a minute each?
 
-python benchmarks/gym_minute.py     # after its pip commands; a run that is finished is only read
+python benchmarks/gym_minute.py     # after the pip commands of that page; finished runs are not repeated
 """
 
 import json
@@ -16,7 +16,7 @@ HARDWARE = "2 cores of an AMD EPYC, no GPU"
 
 
 def commands() -> list[str]:
-    """Those of the how-to that have a limit of their own."""
+    """The training commands of the how-to that set total_timesteps."""
     section = (ROOT / "docs" / "extending.md").read_text().partition("## A gymnasium env")[2]
     block = re.findall(r"```bash\n(.*?)```", section, re.S)[0]
     return [line for line in block.splitlines() if line.startswith("sparring train") and "total_timesteps" in line]

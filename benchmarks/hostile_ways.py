@@ -1,4 +1,4 @@
-"""The folders of somebody else's that chaos_hostile.py gives to commands, and which commands read them."""
+"""Hostile folders for chaos_hostile.py: how each is made, and which commands read it."""
 
 import io
 import json
@@ -24,7 +24,7 @@ CARTPOLE = [*SHORT, *PPO, "env.name=gym:CartPole-v1"]
 
 @dataclass
 class Place:
-    """Where it all lies. `bait` is what a command is given."""
+    """Paths of the benchmark; commands get `bait`, and executed code creates `mark`."""
 
     work: Path
 
@@ -38,13 +38,13 @@ class Place:
         self.source = package / "__init__.py"
         self.source.write_text(f"import pathlib\npathlib.Path({str(self.mark)!r}).touch()\nclass Thing: pass\n")
         (package / "inner.py").write_text("class Thing: pass\n")
-        # where modules can be imported from, in new processes, too
+        # new processes must find these modules, too
         for folder in (package.parent, ROOT / "src", ROOT / "tests" / "doubles"):
             sys.path.append(str(folder))
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
     def filled(self, value: object) -> object:
-        """Names of the module and the mark, as tests/config/test_trust.py leaves them out."""
+        """Fill in the placeholders of tests/config/test_trust.py: module, mark and source."""
         if isinstance(value, str):
             named = value.replace("{m}", MODULE).replace("{mark}", str(self.mark))
             return named.replace("{source}", str(self.source))
@@ -53,19 +53,19 @@ class Place:
         return [self.filled(each) for each in value] if isinstance(value, list) else value
 
     def short(self, argv: list[str]) -> str:
-        """A command without the place and the settings that make it brief."""
+        """A command as text, without the work folder and the settings that shorten runs."""
         kept = [word for word in argv if word not in (*SHORT, *PPO)]
         return " ".join(kept).replace(f"{self.work}/", "")
 
-    def made(self) -> None:
-        corruption.made(["train", "finetune", "--output", str(self.run), *CARTPOLE, "training.iterations=2"])
-        corruption.made(["train", "teacher", "--output", str(self.teacher), *corruption.TEACHER])
-        corruption.made([*corruption.DEMOS, "--output", str(self.demos)])
+    def make_folders(self) -> None:
+        corruption.run_or_exit(["train", "finetune", "--output", str(self.run), *CARTPOLE, "training.iterations=2"])
+        corruption.run_or_exit(["train", "teacher", "--output", str(self.teacher), *corruption.TEACHER])
+        corruption.run_or_exit([*corruption.DEMOS, "--output", str(self.demos)])
 
 
 @dataclass
 class Bait:
-    """Somebody else's folder: how it is made, which commands read it, and whether its code runs with --trust."""
+    """A hostile folder: how it is made, the commands that read it, and one that must execute its code with --trust."""
 
     name: str
     make: Callable[[], None]
@@ -73,12 +73,12 @@ class Bait:
     trusted: list[str] | None = None
 
 
-def sealed_by_another(place: Place, *folders: Path) -> None:
-    """As their author would, with a key of somebody else."""
+def sign_as_another_user(place: Place, *folders: Path) -> None:
+    """Sign the folders with another user's key, as their author would."""
     mine = os.environ["XDG_CONFIG_HOME"]
     os.environ["XDG_CONFIG_HOME"] = str(place.work / "stranger")
     for folder in folders:
-        sealed(folder)
+        sign(folder)
     os.environ["XDG_CONFIG_HOME"] = mine
 
 
@@ -86,8 +86,8 @@ def newest(folder: Path) -> Path:
     return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def sealed(folder: Path) -> None:
-    """Its manifest as it would be if its files had been so from the beginning."""
+def sign(folder: Path) -> None:
+    """Write a manifest that matches the present files."""
     from sparring.processes import manifest
 
     content = manifest.read_manifest(folder) or {"kind": "trusted"}
@@ -111,7 +111,7 @@ def with_settings(config: Path, settings: dict) -> None:
 
 
 def readers(place: Place, folder: Path, all_of_them: bool = True) -> list[list[str]]:
-    """Commands that are given a run folder of a finetune."""
+    """Commands that read a run folder of finetune."""
     run, newest_one, good = str(folder), str(newest(place.run).name), str(place.run)
     out = ["--output", str(place.out)]
     few = [["eval", run], ["train", "finetune", *SHORT, *out, f"pretrained={run}"], ["load_policy", run]]
@@ -130,7 +130,7 @@ def readers(place: Place, folder: Path, all_of_them: bool = True) -> list[list[s
     return [*few, *more, ["prune", run, "--dry-run"], ["watch", run], ["check", run], ["demos", "show", run]]
 
 
-def of_settings(place: Place) -> Iterator[Bait]:
+def settings_baits(place: Place) -> Iterator[Bait]:
     from test_trust import CALLED, CODE, REFUSED
 
     def make(settings: dict, of: str, how: str) -> Callable[[], None]:
@@ -141,7 +141,7 @@ def of_settings(place: Place) -> Iterator[Bait]:
             for folder in places[of]:
                 with_settings(folder / "config.yaml", settings)
                 if how == "sealed":
-                    sealed_by_another(place, folder)
+                    sign_as_another_user(place, folder)
                 elif how == "bare":
                     (folder / "manifest.json").unlink()
 
@@ -151,25 +151,25 @@ def of_settings(place: Place) -> Iterator[Bait]:
         given = place.filled(settings)
         runs = ["eval", str(place.bait), "--trust"] if name in (*CODE, *CALLED) else None
         yield Bait(f"{name}, sealed", make(given, "both", "sealed"), readers(place, place.bait), runs)
-        # of a single checkpoint, or of the run alone, by what starts from it or goes on with it
+        # fewer commands: those that start from the run or resume it
         few = readers(place, place.bait, all_of_them=False)
         yield Bait(f"{name}, without a manifest", make(given, "both", "bare"), few, runs)
         yield Bait(f"{name}, changed after this user signed it", make(given, "both", "changed"), few)
         started = given | {"pretrained": str(place.work / "gone")}
-        goes_on = ["train", "finetune", *SHORT, "--output", str(place.bait), f"pretrained={place.work / 'gone'}"]
-        yield Bait(f"{name}, of the run alone", make(started, "run", "sealed"), [goes_on, ["config", *goes_on[1:]]])
-        yield Bait(f"{name}, in a world model", of_teacher(place, given), teacher_readers(place))
+        resume = ["train", "finetune", *SHORT, "--output", str(place.bait), f"pretrained={place.work / 'gone'}"]
+        yield Bait(f"{name}, of the run alone", make(started, "run", "sealed"), [resume, ["config", *resume[1:]]])
+        yield Bait(f"{name}, in a world model", make_teacher(place, given), teacher_readers(place))
 
 
-def of_teacher(place: Place, settings: dict) -> Callable[[], None]:
-    """A folder of `train all`, whose first phase is done."""
+def make_teacher(place: Place, settings: dict) -> Callable[[], None]:
+    """A folder of `train all` after its first phase."""
 
     def act() -> None:
         folder = place.bait / "teacher_rl"
         shutil.copytree(place.teacher, folder)
         for each in (folder, newest(folder)):
             with_settings(each / "config.yaml", settings)
-            sealed_by_another(place, each)
+            sign_as_another_user(place, each)
 
     return act
 
@@ -182,12 +182,12 @@ def teacher_readers(place: Place) -> list[list[str]]:
     return [*found, ["train", "adversarial", *short, f"adversarial.student={run}"]]
 
 
-def of_folders(place: Place) -> Iterator[Bait]:
+def folder_baits(place: Place) -> Iterator[Bait]:
     from test_trust import CODE
 
     hostile = place.filled(CODE["env"])
     assert isinstance(hostile, dict)
-    pickles = {"a state dict": evil(place, True), "a plain pickle": evil(place, False)}
+    pickles = {"a state dict": hostile_pickle(place, True), "a plain pickle": hostile_pickle(place, False)}
 
     def build(change: Callable[[Path, Path], None]) -> Callable[[], None]:
         def act() -> None:
@@ -203,7 +203,7 @@ def of_folders(place: Place) -> Iterator[Bait]:
             (checkpoint / file).write_bytes(content)
             content_of = json.loads((checkpoint / "manifest.json").read_text())
             (checkpoint / "manifest.json").write_text(json.dumps(content_of | {"kind": kind}))
-            sealed_by_another(place, checkpoint)
+            sign_as_another_user(place, checkpoint)
 
         return change
 
@@ -211,12 +211,12 @@ def of_folders(place: Place) -> Iterator[Bait]:
         def change(run: Path, checkpoint: Path) -> None:
             for folder in (run, checkpoint):
                 (folder / "config.yaml").write_text((folder / "config.yaml").read_text() + f"\n{line}\n")
-                sealed_by_another(place, folder)
+                sign_as_another_user(place, folder)
 
         return change
 
     def replaced(how: str) -> Callable[[Path, Path], None]:
-        """Hostile configs under manifests that this user signed, here or elsewhere."""
+        """Hostile configs with manifests that this user signed, here or elsewhere."""
 
         def change(run: Path, checkpoint: Path) -> None:
             from sparring.processes import manifest
@@ -225,7 +225,7 @@ def of_folders(place: Place) -> Iterator[Bait]:
             text = (checkpoint / "config.yaml").read_text()
             for folder in (run, checkpoint):
                 with_settings(folder / "config.yaml", hostile)
-            sealed_by_another(place, run, checkpoint)
+            sign_as_another_user(place, run, checkpoint)
             theirs = json.loads((checkpoint / "manifest.json").read_text())
             file = checkpoint / "manifest.json"
             if how == "copied manifest":
@@ -296,7 +296,7 @@ def of_folders(place: Place) -> Iterator[Bait]:
     for name, content in SPECS.items():
         yield Bait(f"spec.json: {name}", build(with_file(place, "spec.json", content)), few)
     yield Bait("a deep index of weights", build(with_shards(place, index=b'{"weight_map": ' + DEEP)), few)
-    yield Bait("weights that no manifest lists", build(with_shards(place, unlisted=evil(place, True))), few)
+    yield Bait("weights that no manifest lists", build(with_shards(place, unlisted=hostile_pickle(place, True))), few)
     for name, about in MANIFESTS.items():
         yield Bait(f"manifest.json: {name}", build(with_manifest(place, hostile, about)), few)
     trusted = ["eval", str(place.bait / newest(place.run).name), "--trust"]
@@ -311,7 +311,7 @@ SPECS |= {
     "not UTF-8": b"\xff" + SPEC.encode() + b"}",
 }
 SPECS |= {"a word as number": SPEC.replace(": 2", ': "two"').encode() + b"}", "17 MB": b" " * (17 << 20)}
-# what is written over the text of a manifest that another user signed: old -> new
+# replacements (old, new) in the text of a manifest that another user signed
 MANIFESTS = {
     "an HMAC of no letter": ('"hmac": "', '"hmac": "\\ud800'),
     "70 MB": ('"hmac": "', '"hmac": "' + "0" * 70_000_000),
@@ -323,20 +323,20 @@ MANIFESTS |= {f"{n} deep": ('"kind": ', f'"x": {"[" * n}{"]" * n}, "kind": ') fo
 def with_file(place: Place, name: str, content: bytes) -> Callable[[Path, Path], None]:
     def change(run: Path, checkpoint: Path) -> None:
         (checkpoint / name).write_bytes(content)
-        sealed_by_another(place, checkpoint)
+        sign_as_another_user(place, checkpoint)
 
     return change
 
 
 def with_shards(place: Place, index: bytes = b"", unlisted: bytes = b"") -> Callable[[Path, Path], None]:
-    """`unlisted` weights would be loaded instead of the shards."""
+    """If they were read, `unlisted` weights would replace the shards."""
 
     def change(run: Path, checkpoint: Path) -> None:
         shard = (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
         names = json.loads((checkpoint / "manifest.json").read_text())["tensors"]
         usual = json.dumps({"weight_map": dict.fromkeys(names, shard.name)}).encode()
         (checkpoint / "model.safetensors.index.json").write_bytes(index or usual)
-        sealed_by_another(place, checkpoint)
+        sign_as_another_user(place, checkpoint)
         if unlisted:
             (checkpoint / "model.safetensors").write_bytes(unlisted)
 
@@ -347,7 +347,7 @@ def with_manifest(place: Place, hostile: dict, about: tuple[str, str]) -> Callab
     def change(run: Path, checkpoint: Path) -> None:
         for folder in (run, checkpoint):
             with_settings(folder / "config.yaml", hostile)
-            sealed_by_another(place, folder)
+            sign_as_another_user(place, folder)
             text = (folder / "manifest.json").read_text()
             assert about[0] in text
             (folder / "manifest.json").write_text(text.replace(*about))
@@ -356,7 +356,7 @@ def with_manifest(place: Place, hostile: dict, about: tuple[str, str]) -> Callab
 
 
 def linked(place: Place, hostile: dict) -> Callable[[Path, Path], None]:
-    """As Hugging Face keeps what was downloaded, without a manifest."""
+    """Links into a cache of blobs, as Hugging Face stores downloads, without a manifest."""
 
     def change(run: Path, checkpoint: Path) -> None:
         with_settings(checkpoint / "config.yaml", hostile)
@@ -368,7 +368,7 @@ def linked(place: Place, hostile: dict) -> Callable[[Path, Path], None]:
     return change
 
 
-def evil(place: Place, zipped: bool) -> bytes:
+def hostile_pickle(place: Place, zipped: bool) -> bytes:
     import torch
 
     class Evil:
@@ -382,7 +382,7 @@ def evil(place: Place, zipped: bool) -> bytes:
     return buffer.getvalue()
 
 
-def of_datasets(place: Place) -> Iterator[Bait]:
+def dataset_baits(place: Place) -> Iterator[Bait]:
     envs = {
         "os.system": {"name": "os:system", "task": [], "kwargs": {"command": "touch {mark}"}},
         "env": {"name": "{m}:Thing", "task": ["reach_d0"]},
@@ -413,7 +413,7 @@ def of_datasets(place: Place) -> Iterator[Bait]:
             file = place.bait / "meta" / "sparring.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | {"env": env}))
             if how == "sealed":
-                sealed_by_another(place, place.bait)
+                sign_as_another_user(place, place.bait)
             elif how == "bare":
                 (place.bait / "manifest.json").unlink(missing_ok=True)
 

@@ -1,9 +1,9 @@
-"""Does LeRobot itself open a dataset that `sparring demos` recorded, and we one that LeRobot recorded?
+"""Does LeRobot open a dataset that `sparring demos` recorded, and does Sparring open one that LeRobot recorded?
 
-    python benchmarks/lerobot_opens.py read PATH      what LeRobot reads, compared with what we read
-    python benchmarks/lerobot_opens.py write PATH     LeRobot records a small dataset, for `sparring demos show PATH`
+    python benchmarks/lerobot_opens.py read PATH      # compares what LeRobot and Sparring read
+    python benchmarks/lerobot_opens.py write PATH     # LeRobot records a small dataset, for `sparring demos show PATH`
 
-Runs in an environment of its own with lerobot 0.4.x (docs/demonstrations.md has the recipe), with `src` on PYTHONPATH.
+Needs a separate environment with lerobot 0.4.x (recipe in docs/demonstrations.md), and `src` on PYTHONPATH.
 """
 
 import sys
@@ -39,8 +39,8 @@ def read(path: Path) -> None:
         assert item["task"] == ours.instructions[ours.columns["task_index"][index]]
         for key in sharpness:
             clip, height = ours.clips[key][episode], item[key].shape[-1]
-            moment = clip.start + (index - starts[episode]) / ours.info["fps"]
-            mine = video.decode(clip.file, moment, 1, ours.info["fps"], height, height)[0]
+            time = clip.start + (index - starts[episode]) / ours.info["fps"]
+            mine = video.decode(clip.file, time, 1, ours.info["fps"], height, height)[0]
             sharpness[key].append(psnr(item[key].numpy().transpose(1, 2, 0) * 255, mine))
     first = theirs[0]
     print("frame 0:", {key: list(value.shape) for key, value in first.items() if hasattr(value, "shape")})
@@ -67,7 +67,7 @@ def read(path: Path) -> None:
 
 
 def write(path: Path) -> None:
-    """Two tasks, three episodes; each frame is a grey that tells its number."""
+    """Record two tasks and three episodes; the grey level of each frame encodes its number."""
     features = {
         "observation.state": {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]},
         "action": {"dtype": "float32", "shape": (2,), "names": ["left", "right"]},

@@ -1,12 +1,12 @@
-"""Is what a policy scores what it did, for every head, and does the parity gate notice when it is not?
+"""Does each action head score exactly what it sampled, and does the parity gate detect every known error?
 
     python benchmarks/parity.py [--device cuda] [--quick]
 
-Policies act in rollout batches of 1, 6 and 16 robots; 256 of their decisions are then scored at once. There are images,
-points, dropout, normalisation layers and normalisers, padding dims, chunks that are cut short by the end of an episode
-and a horizon longer than what is executed. Shown is the gate's value: how far the means of what was drawn are from
-those of scoring it again, at most, in sigmas. Then each mutant, with the terms of the gate that it trips, and which
-denoising steps the value comes from. Exit code 1 where a head does not pass or a mutant does.
+Policies act in rollout batches of 1, 6 and 16 robots; then 256 of their decisions are scored in one batch. The cases
+include images, points, dropout, normalisation layers and normalisers, padding dims, chunks that the end of an episode
+cuts short, and a horizon longer than the executed chunk. The tables show the gate's value (the largest distance between
+the means at sampling and at scoring, in standard deviations of the action), for each mutant the terms of the gate that
+exceed their limits, and the value by denoising step. Exit status 1: a head fails, or a mutant passes.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def measure_mutants(quick: bool, device: str) -> list[dict]:
 
 
 def measure_steps(device: str) -> list[dict]:
-    """Of a long chain with little noise: sigma falls with the steps, and how far a mean is off does not."""
+    """Drift by step, in a long chain with little noise: sigma falls with the steps, the error of a mean does not."""
     policy, buffer = rollout_of(num_envs=1, sampling_steps=10, noise_level=0.25, seen=SEEN, device=device)
     flat = buffer.get()[:REPLAY]
     with torch.no_grad():
@@ -99,7 +99,7 @@ def show(run: dict) -> None:
     print(report.table(rows), end="\n\n")
     rows = [("mutant", "method", "trips the gate at 1e-4 by", "and at 0.05 (bf16)")]
     for one in run["mutants"]:
-        trips = describe(one["trips"]) if one["trips"] else "NOT NOTICED"
+        trips = describe(one["trips"]) if one["trips"] else "NOT DETECTED"
         rows.append((one["mutant"], one["method"], trips, describe(one["trips_at_bf16_limit"])))
     print(report.table(rows), end="\n\n")
     rows = [("step of 10", "sigma", "mean off by", "gate's value")]
@@ -111,10 +111,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="does it work? A few of all cases, results not kept")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: a few cases, results not stored")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    # what a run sets on a GPU: no TF32
+    # sets on a GPU what a run sets: no TF32
     Distributed(args.device)
     run = {
         "about": report.metadata() | {"device": report.device(args.device), "replay": REPLAY},
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         known = json.loads(RESULTS.read_text())["runs"] if RESULTS.is_file() else {}
         report.write_json(RESULTS, {"runs": known | {run["about"]["device"]: run}})
     good = all(one["passes"] for one in run["heads"]) and all(one["trips"] for one in run["mutants"])
-    print("every head passes, every mutant is noticed" if good else "NOT AS IT SHOULD BE")
+    print("every head passes, every mutant is detected" if good else "FAILED")
     return 0 if good else 1
 
 

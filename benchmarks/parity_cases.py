@@ -1,4 +1,4 @@
-"""What the parity gate is tried on: policies that are right, and mutants, each wrong in one known way.
+"""Policies for the parity gate: correct ones, and mutants with one known error each.
 
 Used by parity.py and by the tests. Letters: B decisions, C executed steps of a chunk, S scored denoising steps.
 """
@@ -30,12 +30,12 @@ METHODS = {
     "fpo": {"method": "fpo"},
 }
 DIMS, STATE, POINTS, REPLAY = 3, 5, 12, 256
-# networks that take no time
+# tiny networks
 SMALL = {"channels": (8, 8), "image_features": 16, "point_channels": (16,), "point_features": 16}
 
 
-class Drifting:
-    """Random observations; episodes of 7 steps end in the middle of a chunk. `padding` dims mean nothing."""
+class RandomEnv:
+    """An env with random observations; episodes of 7 steps end within a chunk. `padding` action dims have no effect."""
 
     def __init__(self, num_envs: int, padding: int = 0, images: bool = False, points: bool = False, choices: int = 0):
         self.num_envs = num_envs
@@ -76,13 +76,13 @@ class Drifting:
 
 def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
     torch.manual_seed(0)
-    spec = spec or Drifting(1).spec
+    spec = spec or RandomEnv(1).spec
     if issubclass(policy_class, FlowPolicy):
         policy = policy_class(FlowConfig(width=32, heads=2, **SMALL, **config), spec, chunk)
     else:
         policy = policy_class(ActorCriticConfig(**SMALL, **config), spec, chunk)
         nn.init.normal_(policy.head.linear.weight, std=0.3)
-    # away from the start, where the velocity is zero and nothing matters
+    # initial weights are zero, so the velocity is zero and errors have no effect
     for name, parameter in policy.named_parameters():
         if parameter.abs().max() == 0 and not name.startswith("critic"):
             nn.init.normal_(parameter, std=0.1)
@@ -94,8 +94,8 @@ def make_policy(policy_class=FlowPolicy, chunk=4, spec=None, **config):
 
 
 def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, device="cpu", seen=None, **config):
-    """A policy and what it did, at least REPLAY decisions; `seen`: what a Drifting env shows beside the state."""
-    env = Env(Drifting(num_envs, **(seen or {})), device)
+    """(policy, buffer of at least REPLAY decisions); `seen`: observations besides the state, see RandomEnv."""
+    env = Env(RandomEnv(num_envs, **(seen or {})), device)
     policy = make_policy(policy_class, chunk, env.spec, **config).to(device)
     buffer = RolloutBuffer(-(-REPLAY // num_envs))
     Collector(env, policy, seed=0, chunk=chunk).collect(buffer)
@@ -103,7 +103,7 @@ def rollout_of(policy_class=FlowPolicy, num_envs=16, chunk=4, device="cpu", seen
 
 
 def gate(policy, buffer) -> Parity:
-    """Of REPLAY decisions at once."""
+    """The parity of REPLAY decisions, scored in one batch."""
     return PPO(PPOConfig(), policy).scorer.parity(Decisions(buffer.get()[:REPLAY]))
 
 
@@ -111,7 +111,7 @@ def gate(policy, buffer) -> Parity:
 
 
 class RedrawsNoise(FlowPolicy):
-    """Denoises once more at the update, from new noise, and scores that: the commonest mistake."""
+    """Denoises again at the update, from new noise, and scores the result: the most common error."""
 
     def evaluate(self, td):
         _, about = self.encode(td)
@@ -137,7 +137,7 @@ class ShiftsTheGrid(FlowPolicy):
 
 
 class DropsOut(FlowPolicy):
-    """Is in training mode when it scores."""
+    """Scores in training mode."""
 
     def evaluate(self, td):
         self.train()
@@ -145,7 +145,7 @@ class DropsOut(FlowPolicy):
 
 
 class ChangesItsNormalizer(FlowPolicy):
-    """Has seen more states by then."""
+    """Scores with a normaliser that was updated since acting."""
 
     def evaluate(self, td):
         self.encoder.normalizer.shift += 0.01
@@ -153,7 +153,7 @@ class ChangesItsNormalizer(FlowPolicy):
 
 
 class ScoresClamped(FlowPolicy):
-    """Scores the action as an env would clip it."""
+    """Scores the clipped action, as an env clips it."""
 
     def evaluate(self, td):
         td = td.clone()
@@ -162,7 +162,7 @@ class ScoresClamped(FlowPolicy):
 
 
 class CountsPadding(FlowPolicy):
-    """Denoises the padding too, as VLAs do; leaves it out when it acts, and sums over it when it scores."""
+    """Denoises the padding, as VLAs do; excludes it from the log-probability when acting, includes it when scoring."""
 
     def __init__(self, config: FlowConfig, spec, chunk: int):
         super().__init__(config, replace(spec, action_padding=0), chunk)
@@ -177,12 +177,12 @@ class CountsPadding(FlowPolicy):
         return scored
 
     def _executable(self, x):
-        # [B, C, S, A with padding] -> those that count
+        # [B, C, S, A with padding] -> [B, C, S, counted]
         return super()._executable(x)[..., : self.counted]
 
 
-class CountsWhatWasNotExecuted(FlowPolicy):
-    """Sums over the whole chunk, also where the episode ended within it."""
+class CountsUnexecutedSteps(FlowPolicy):
+    """Sums over all steps of a chunk, even if the episode ended within it."""
 
     def evaluate(self, td):
         td = td.clone()
@@ -197,7 +197,7 @@ MUTANTS = {
     "normaliser changed": ChangesItsNormalizer,
     "padding counted": CountsPadding,
     "clamped action scored": ScoresClamped,
-    "unexecuted steps counted": CountsWhatWasNotExecuted,
+    "unexecuted steps counted": CountsUnexecutedSteps,
 }
 HEADS = {
     "gaussian": (ActorCritic, {"distribution": "gaussian"}),

@@ -1,15 +1,15 @@
-"""Is what a pretrained policy scores what it did, with and without LoRA, and does the parity gate notice when not?
+"""Does each pretrained policy score exactly what it sampled, with and without LoRA, and does the gate detect errors?
 
     python benchmarks/parity_vla.py [--device cuda] [--quick]
 
-A VLA model of one's own (with a Gaussian, and with a flow head), transformers' pi0 from a tiny checkpoint that
-save_pretrained wrote, and the native VLA `tiny`; each with all weights learning and with LoRA on frozen ones, in fp32
-and bf16; on a GPU also the native VLA as it acts there, by compiled CUDA graphs. They act in rollout batches of 1, 6
-and 16 robots (two cameras, instructions, chunks that are cut short, padding dims, more planned than executed); 256
-decisions are then scored at once. Shown is the largest difference over all batches: of means in sigmas (drift), of
-squared z and of log-probs per number scored (sample, score), which the gate limits, and of values, which it does not.
-Of the Gaussian model only scores are known: its drift is that of log-probs. Then each mutant: adapters are scored
-otherwise than they acted. Exit code 1 where a policy does not pass or a mutant does.
+The policies are a custom VLA model (with a Gaussian head and with a flow head), pi0 of transformers from a tiny
+checkpoint, and the native VLA `tiny`; each with all weights trainable and with LoRA on frozen weights, in fp32 and
+bf16. A GPU adds the native VLA that acts through compiled CUDA graphs, its default there. They act in rollout batches
+of 1, 6 and 16 robots (two cameras, instructions, chunks that are cut short, padding dims, a horizon longer than the
+chunk); then 256 decisions are scored in one batch. The table shows the largest difference over all batches: of means in
+standard deviations (drift), of squared z and of log-probabilities per scored number (sample, score), which the gate
+limits, and of values, which it does not. The Gaussian model exposes no means: its drift is that of log-probabilities.
+Mutants score with other adapters than they acted with. Exit status 1: a policy fails, or a mutant passes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ COLUMNS = ("drift", "sample", "score", "value")
 
 
 def cases(device: str, quick: bool):
-    """(name, what makes its config, whether with LoRA, precision)"""
+    """(name, function that makes its config, whether with LoRA, precision)"""
     for precision in TOLERANCE:
         kinds = KINDS | (ON_A_GPU_IN_BF16 if device != "cpu" and precision == "bf16" else {})
         for name, kind in kinds.items():
@@ -47,7 +47,7 @@ def cases(device: str, quick: bool):
 
 def measure(policy, buffer) -> dict[str, float]:
     flat = buffer.get()[:REPLAY]
-    # it lays the weights out as they are when they learn
+    # PPO lays out the weights as in training
     PPO(PPOConfig(), policy)
     with torch.no_grad():
         scored = policy.evaluate(flat)
@@ -97,7 +97,7 @@ def show(run: dict) -> None:
     rows = [("policy with LoRA", "mutant", "precision", "trips the gate by")]
     for one in run["mutants"]:
         rows.append(
-            (one["policy"], one["mutant"], one["precision"], describe(one["over"]) if one["over"] else "NOT NOTICED")
+            (one["policy"], one["mutant"], one["precision"], describe(one["over"]) if one["over"] else "NOT DETECTED")
         )
     print(report.table(rows))
 
@@ -106,10 +106,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="does it work? A few of all cases, results not kept")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: a few cases, results not stored")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    # what a run sets on a GPU: no TF32
+    # sets on a GPU what a run sets: no TF32
     Distributed(args.device)
     about = report.metadata() | {"device": report.device(args.device), "replay": REPLAY, "batches": BATCHES}
     about["versions"] |= {name: version(name) for name in ("transformers", "peft")}
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         known = json.loads(RESULTS.read_text())["runs"] if RESULTS.is_file() else {}
         report.write_json(RESULTS, {"runs": known | {about["device"]: run}})
     good = all(one["passes"] for one in run["policies"]) and not any(one["passes"] for one in run["mutants"])
-    print("every policy passes, every mutant is noticed" if good else "NOT AS IT SHOULD BE")
+    print("every policy passes, every mutant is detected" if good else "FAILED")
     return 0 if good else 1
 
 

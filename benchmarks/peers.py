@@ -1,4 +1,4 @@
-"""What the throughput benchmark is made of: our loop and SB3's, each as something that does one iteration."""
+"""The sides of ppo_throughput.py: the loops of Sparring and of SB3, each as an object that runs one iteration."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from sparring.processes.distributed import Distributed
 
 @dataclass(frozen=True)
 class Workload:
-    """How much is collected and how it is learned from, the same for both libraries."""
+    """Sizes and hyperparameters of collection and learning, the same for both libraries."""
 
     robots: int
     steps: int
@@ -46,18 +46,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one iteration."""
+    """Times of one iteration."""
 
     collect: float
     update: float
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.collect + self.update
 
 
 class Ours:
-    """Sparring's `finetune` phase on a backend, with the network that SB3 has by default."""
+    """Sparring's `finetune` phase on a backend, with SB3's default network."""
 
     def __init__(self, backend, work: Workload):
         self.env = Env(backend)
@@ -77,7 +77,7 @@ class Ours:
 
 
 class SB3:
-    """stable-baselines3's PPO on a VecEnv. Its two halves are called directly: no logging, nothing but the work."""
+    """PPO of stable-baselines3 on a VecEnv; collection and training are called directly, without logging."""
 
     def __init__(self, env: VecEnv, work: Workload):
         kind = "MultiInputPolicy" if isinstance(env.observation_space, gymnasium.spaces.Dict) else "MlpPolicy"
@@ -110,7 +110,7 @@ class SB3:
 
 
 class NativeVecEnv(VecEnv):
-    """One of our backends as SB3 likes it: numpy in, numpy out, nothing of ours in between."""
+    """A Sparring backend as a VecEnv of SB3: numpy in, numpy out, no other code of Sparring."""
 
     def __init__(self, backend):
         self.backend = backend
@@ -152,16 +152,16 @@ class NativeVecEnv(VecEnv):
 
 
 class FreeEnv:
-    """A backend that costs nothing: what is left of an iteration is the loop around the env, and the learning."""
+    """A backend that takes no time: an iteration then measures the loop around the env, and learning."""
 
     def __init__(self, like: EnvSpec, num_envs: int):
         self.spec, self.num_envs = like, num_envs
         (size,), _ = like.observation["state"]
         state = np.random.default_rng(0).standard_normal((num_envs, size)).astype(np.float32)
         self._observation = {"state": state, "task": np.zeros(num_envs, np.int64)}
-        never, nobody = np.zeros(num_envs, bool), np.zeros(0, np.int64)
+        never, no_envs = np.zeros(num_envs, bool), np.zeros(0, np.int64)
         reward, executed = np.zeros((num_envs, 1), np.float32), np.ones(num_envs, np.int64)
-        self._step = Step(self._observation, reward, executed, never, never, never, nobody, {})
+        self._step = Step(self._observation, reward, executed, never, never, never, no_envs, {})
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
         return self._observation
@@ -177,13 +177,13 @@ def tabletop(robots: int, cameras: tuple[str, ...] = (), threads: int = 0) -> Ta
 
 
 def gym_processes(robots: int, cameras: tuple[str, ...] = ()) -> SubprocVecEnv:
-    """The same task as SB3's users would run it: one gymnasium env per process."""
+    """The same task as users of SB3 run it: one gymnasium env per process."""
     return SubprocVecEnv([_GymMaker(cameras)] * robots)
 
 
 @dataclass(frozen=True)
 class _GymMaker:
-    """A class, because it is sent to the worker processes."""
+    """A class, because it must be picklable for the worker processes."""
 
     cameras: tuple[str, ...]
 
@@ -195,9 +195,9 @@ class _GymMaker:
 
 
 def bare_loop(backend, policy: ActorCritic, steps: int) -> Callable[[], float]:
-    """A loop that only acts: the backend and the policy's own layers, no TensorDict, no log-prob, nothing kept.
+    """A loop that only acts: the backend and the layers of the policy, no TensorDict, no log-prob, nothing stored.
 
-    Calling what this returns takes `steps` decisions and gives the seconds they took.
+    The returned function makes `steps` decisions and returns their seconds.
     """
     observation = backend.reset(EpisodeSeeds(0, total_envs=backend.num_envs))
     images = policy.encoder.images

@@ -1,12 +1,12 @@
-"""How fast is PPO here, beside stable-baselines3? Three separate questions:
+"""How fast is PPO, compared with stable-baselines3? Three separate questions:
 
-a) same env, same network: what does our loop cost, compared with SB3's? SB3 gets our native vector env.
-b) the env's gain: what does a user gain, who runs the same task as 16 gymnasium envs in processes with SB3?
-c) collection beside a bare loop: what do TensorDicts, bookkeeping and storage cost?
+a) same env, same network: the loop of Sparring compared with that of SB3, which uses the same native vector env
+b) gain of the env: Sparring compared with SB3 on the same task as 16 gymnasium envs in processes
+c) collection compared with a bare loop: the cost of TensorDicts, bookkeeping and storage
 
     python benchmarks/ppo_throughput.py [--quick] [--only a b c]
 
-Both sides of a comparison take turns within one run, so that a busy moment hits both; the medians are compared.
+Both sides of a comparison take turns in one run, so that a busy moment affects both; medians are compared.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TARGETS = {"a": {512: 1.1, 64: 1.3}, "b": 2.0, "c": 0.9}
 
 
 class Side:
-    """One of two things that are timed in turns, with its own number of torch threads."""
+    """One side of a comparison, with its number of torch threads and its times."""
 
     def __init__(self, iterate: Callable[[], Seconds], threads: int = 1):
         self.iterate, self.threads = iterate, threads
@@ -39,28 +39,28 @@ class Side:
         self.times.append(self.once())
 
     def find_best_threads(self) -> None:
-        """Small networks often do better with one thread, big ones with one per core."""
+        """Small networks are often faster with one thread, large ones with one per core."""
 
         def seconds(threads: int) -> float:
             self.threads = threads
-            return min(self.once().whole for _ in range(2))
+            return min(self.once().total for _ in range(2))
 
         self.threads = min({1, CORES}, key=seconds)
 
     def numbers(self, env_steps: int) -> dict:
-        whole = statistics.median(t.whole for t in self.times)
+        total = statistics.median(t.total for t in self.times)
         return {
-            "steps_per_second": round(env_steps / whole, 1),
-            "collect_share": round(statistics.median(t.collect / t.whole for t in self.times), 3),
+            "steps_per_second": round(env_steps / total, 1),
+            "collect_share": round(statistics.median(t.collect / t.total for t in self.times), 3),
             "collect_seconds": round(statistics.median(t.collect for t in self.times), 4),
             "update_seconds": round(statistics.median(t.update for t in self.times), 4),
-            "seconds": [round(t.whole, 4) for t in self.times],
+            "seconds": [round(t.total, 4) for t in self.times],
             "torch_threads": self.threads,
         }
 
 
 def take_turns(ours: Side, theirs: Side, rounds: int) -> None:
-    """Who goes first changes from round to round."""
+    """Measure both sides; the first side changes from round to round."""
     for side in (ours, theirs):
         side.once()
     for number in range(rounds):
@@ -94,7 +94,7 @@ def same_env_same_network(args) -> list[dict]:
         for minibatch, epochs in ((512, 5), (64, 10)):
             work = Workload(args.robots, args.steps, minibatch, epochs)
             outcome = compare(Ours(make(), work), SB3(NativeVecEnv(make()), work), work, args, best_threads=False)
-            # what a free env shows is the loop alone: there is no target for it
+            # a free env measures the loop alone, for which there is no target
             target = TARGETS["a"][minibatch] if label == "reach_d0" else None
             results.append({"question": "a: same env, same network", "case": label, "target": target} | outcome)
     return results
@@ -114,7 +114,7 @@ def gain_of_the_env(args) -> list[dict]:
     return results
 
 
-def collection_beside_bare_loop(args) -> list[dict]:
+def collection_vs_bare_loop(args) -> list[dict]:
     results = []
     for label, cameras in {"state": (), "64 px": ("head",)}.items():
         work = Workload(args.robots, args.steps, 512, 1)
@@ -149,7 +149,7 @@ def _only_collect(ours: Ours) -> Callable[[], Seconds]:
     return iterate
 
 
-QUESTIONS = {"a": same_env_same_network, "b": gain_of_the_env, "c": collection_beside_bare_loop}
+QUESTIONS = {"a": same_env_same_network, "b": gain_of_the_env, "c": collection_vs_bare_loop}
 
 
 def as_table(results: list[dict]) -> str:
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed iterations of each side; (c) takes twice as many")
     parser.add_argument("--threads", type=int, default=1, help="torch threads in (a) and (c), of both sides")
     parser.add_argument("--env-threads", type=int, default=0, help="env threads in (a) and (c); 0: one per core")
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: tiny sizes, results not stored")
     args = parser.parse_args()
     args.robots, args.steps = (4, 64) if args.quick else (16, 128)
     args.rounds = 2 if args.quick else args.rounds
@@ -206,7 +206,7 @@ def main() -> None:
     for letter in args.only:
         results += QUESTIONS[letter](args)
     if args.quick:
-        # sizes too small to judge by
+        # the sizes are too small for targets
         results = [result | {"target": None} for result in results]
     print(as_table(results))
     about["load_after"] = report.load()

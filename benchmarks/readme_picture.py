@@ -1,11 +1,11 @@
-"""How does it look when a robot has learned? Makes the moving picture of the README from run folders.
+"""Makes the animation of the README from run folders: held-out episodes before and after training.
 
-    python benchmarks/suite_learning.py lift_d0 --seed 0      # makes benchmarks/runs/lift_d0_seed0; so with the others
+    python benchmarks/suite_learning.py lift_d0 --seed 0      # makes benchmarks/runs/lift_d0_seed0; likewise stack_d0
     python benchmarks/readme_picture.py outputs/finetune_rl benchmarks/runs/lift_d0_seed0 benchmarks/runs/stack_d0_seed0
 
-A column for each run: above the policy with its first weights, which samples its actions, as training begins; below
-the newest checkpoint, which acts greedily. Both play the same held-out episodes, in the order of their seeds: none is
-chosen. What is seen is the head camera. Prints how many of the episodes on the picture were successes.
+One column per run. The upper row shows the policy with untrained weights and sampled actions, as training begins; the
+lower row shows the newest checkpoint with greedy actions. Both play the same held-out episodes in the order of their
+seeds, without selection, as seen by the head camera. Prints how many of the shown episodes were successes.
 """
 
 import argparse
@@ -30,13 +30,13 @@ EPISODES = 2
 # pixels
 TILE, GAP, LINE, SIDE, EDGE = 200, 8, 26, 30, 4
 PAPER, INK, GREEN = (24, 26, 31), (236, 238, 242), (52, 168, 104)
-# pictures for which an episode that is over stands still; of 25 pictures a second every `STRIDE`-th is shown
+# frames for which the last image of an episode stays; every `STRIDE`-th of 25 frames per second is shown
 HOLD, STRIDE = 12, 2
 ROWS = ("before", "after")
 
 
 def videos(run: Path, episodes: int) -> tuple[str, list[EpisodeVideo], list[EpisodeVideo], Env]:
-    """Task, the first episodes before and after training, and what they were played in."""
+    """(task, first episodes before training, first episodes after training, env)."""
     checkpoint = checkpoint_folder(run)
     config = load_config(checkpoint / "config.yaml")
     env = held_out_env(config, "cpu", robots=episodes)
@@ -58,16 +58,16 @@ def head(video: EpisodeVideo, env: Env) -> list[Image.Image]:
 
 
 def pages(columns: list[tuple[str, list[EpisodeVideo], list[EpisodeVideo], Env]]) -> Iterator[Image.Image]:
-    """Episode after episode; a column whose episode is over waits for the longest one."""
+    """One frame after the other; a column whose episode has ended waits for the longest one."""
     for number in range(EPISODES):
         tiles = [[head(video[number], env) for video in (before, after)] for _, before, after, env in columns]
         won = [[video[number].episode.success for video in (before, after)] for _, before, after, _ in columns]
         length = max(len(pictures) for column in tiles for pictures in column)
-        for moment in range(length + HOLD):
-            yield _page([task for task, *_ in columns], tiles, won, moment)
+        for frame in range(length + HOLD):
+            yield _page([task for task, *_ in columns], tiles, won, frame)
 
 
-def _page(tasks: list[str], tiles: list[list[list[Image.Image]]], won: list[list[bool]], moment: int) -> Image.Image:
+def _page(tasks: list[str], tiles: list[list[list[Image.Image]]], won: list[list[bool]], frame: int) -> Image.Image:
     font, upright = ImageFont.load_default(15), ImageFont.load_default(14)
     page = Image.new("RGB", (SIDE + len(tasks) * (TILE + GAP), LINE + len(ROWS) * (TILE + GAP)), PAPER)
     pen = ImageDraw.Draw(page)
@@ -80,15 +80,15 @@ def _page(tasks: list[str], tiles: list[list[list[Image.Image]]], won: list[list
         pen.text((left + TILE / 2, LINE / 2), task, INK, font, anchor="mm")
         for row, pictures in enumerate(tiles[column]):
             top = LINE + row * (TILE + GAP)
-            page.paste(pictures[min(moment, len(pictures) - 1)], (left, top))
-            if moment >= len(pictures) and won[column][row]:
+            page.paste(pictures[min(frame, len(pictures) - 1)], (left, top))
+            if frame >= len(pictures) and won[column][row]:
                 pen.rectangle((left, top, left + TILE - 1, top + TILE - 1), outline=GREEN, width=EDGE)
     return page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders of policies, a column each")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders of policies, one column each")
     parser.add_argument("--output", type=Path, default=PICTURE, metavar="WEBP")
     parser.add_argument("--quality", type=int, default=60)
     args = parser.parse_args()
@@ -108,7 +108,7 @@ def main() -> None:
         quality=args.quality,
         method=4,
     )
-    print(f"{args.output}: {1 + len(others)} pictures, {args.output.stat().st_size / 1e6:.2f} MB")
+    print(f"{args.output}: {1 + len(others)} frames, {args.output.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
-"""What does it cost to record: numbers, logs, videos, pictures, Rerun, and what else there is?
+"""How much training time do metrics, logs, checkpoints, videos, TensorBoard, W&B and Rerun cost together?
 
     python benchmarks/recording.py [--only finetune teacher] [--rounds 10] [--cores 2] [--quick]
 
-The same training with all recording on and with none, each in processes of its own, on one torch and one simulator
-thread. Both are under way at the same time, but only one at a time may run: they are halted in turns, a quarter of a
-second each, so that a machine that gets busier or slower meanwhile favours neither. Who starts first changes with every
-round: of two that are alike, it took 1.4 % longer. What counts is `Run.run()`: training, and at its end the wait for
-what is still being encoded. No videos are made in `finetune`, which is over before `logging.video_share` allows any; of
-a world model there are some. Told are means over the rounds of
+The same training runs with all recording and with none, each in its own process, with one torch and one simulator
+thread. The two processes are halted (SIGSTOP) and continued in turns of a quarter of a second, so that load of the
+machine affects both alike. The order of the first turn changes with every round: of two equal trainings, the first took
+1.4 % longer. Timed is `Run.run()`: training, and the final wait for pending encodings. `finetune` makes no videos: it
+ends before `logging.video_share` allows any; a world model makes some. Printed are means over the rounds of
 
-    wall      seconds in which it was allowed to run, with `--cores` to run on: drawing and encoding may use those that
-              training leaves idle
-    thread    CPU seconds of the thread that trains: what recording takes from training itself
-    calls     of these, the ones outside of the phase's step: recording's own, and hardly any noise
-    all       CPU seconds of the process and of ffmpeg: what it would cost if there was one core for everything
+    wall      seconds during which the process was running, on `--cores` cores: drawing and encoding may use cores
+              that training leaves idle
+    thread    CPU seconds of the training thread: the cost of recording within training itself
+    calls     those of them outside of the phase's step: the recording alone, with hardly any noise
+    all       CPU seconds of the process and of ffmpeg: the cost if one core did everything
 
-and the share that recording adds to each (what is added to `calls`, as a share of `thread`), with its standard error.
-Without recording there are no checkpoints either, so their cost is counted as recording's. The target is that wall and
-thread grow by less than 3 %.
+and the share that recording adds to each (`calls`: as a share of `thread`), with its standard error. Without recording
+there are no checkpoints, so their cost counts as recording. Target: wall and thread grow by less than 3 %.
 """
 
 import argparse
@@ -35,11 +33,11 @@ from pathlib import Path
 import report
 
 TARGET = 0.03
-# seconds that one runs while the other is halted
+# seconds for which one process runs while the other is halted
 SLICE = 0.25
-# all that can be switched on; videos are by default
+# all optional recording; videos are on by default
 ON = {"logging.rerun": True, "logging.tensorboard": True, "logging.mode": "offline"}
-# name -> what is trained, by default settings but for how long
+# name -> settings of the training besides the defaults
 TRAININGS = {
     "finetune": {"phase": "finetune", "training.total_timesteps": 60_000},
     "teacher": {"phase": "teacher", "training.iterations": 2, "training.log_every": 1},
@@ -49,11 +47,11 @@ QUICK = {
     "teacher": {"training.iterations": 1, "teacher.gradient_steps": 2, "world_model.tokenizer_steps": 2},
 }
 READY = "ready"
-ALIKE = {"threads": 1, "env.threads": 1, "device": "cpu"}
+COMMON = {"threads": 1, "env.threads": 1, "device": "cpu"}
 
 
 def train(settings: dict, recorded: bool) -> dict[str, float]:
-    """In this process, when there is a line to read; CPU seconds."""
+    """Train in this process after a line arrives on stdin; return CPU seconds."""
     from sparring.config.schema import load_config
     from sparring.config.text import parse_overrides
     from sparring.runs.run import Run
@@ -79,12 +77,12 @@ def train(settings: dict, recorded: bool) -> dict[str, float]:
 
 def _clocks() -> dict[str, float]:
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    all_of_it = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
-    return {"thread": time.thread_time(), "all": all_of_it}
+    cpu_seconds = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    return {"thread": time.thread_time(), "all": cpu_seconds}
 
 
 class Training:
-    """One of the two, ready to go, and halted with what it started; but wandb-core has a session of its own."""
+    """A training process, ready and halted. Its children halt with it, except wandb-core, which has its own session."""
 
     def __init__(self, settings: dict, recorded: bool, cores: int, folder: str):
         given = settings | {"output": str(Path(folder, "run"))} | (ON if recorded else {})
@@ -101,14 +99,14 @@ class Training:
         self.seconds, self.done = 0.0, False
         while (line := self.process.stdout.readline()).strip() != READY:
             if not line:
-                raise SystemExit("a training ended before it began; see above")
+                raise SystemExit("a training ended before it was ready; see above")
         self._signal(signal.SIGSTOP)
-        # heard when it goes on
+        # the process reads this line when it continues
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def go_on(self) -> None:
-        """For a slice of time, or until it is done."""
+    def continue_for_slice(self) -> None:
+        """Let it run for a slice of time, or until it ends."""
         began = time.perf_counter()
         self._signal(signal.SIGCONT)
         try:
@@ -119,7 +117,7 @@ class Training:
         self.seconds += time.perf_counter() - began
 
     def end(self) -> None:
-        """Of one that was cut short, nothing is left."""
+        """Kill the process and its children if it has not ended."""
         if not self.done:
             self._signal(signal.SIGKILL)
             self.process.wait()
@@ -133,8 +131,8 @@ class Training:
         os.killpg(self.process.pid, number)
 
 
-def one_round(settings: dict, cores: int, on_first: bool) -> dict[bool, dict[str, float]]:
-    """On or off -> clock -> seconds."""
+def measure_round(settings: dict, cores: int, on_first: bool) -> dict[bool, dict[str, float]]:
+    """recorded -> clock -> seconds."""
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         folders = {on_first: one, not on_first: other}
         both: dict[bool, Training] = {}
@@ -144,7 +142,7 @@ def one_round(settings: dict, cores: int, on_first: bool) -> dict[bool, dict[str
             while not all(training.done for training in both.values()):
                 for training in both.values():
                     if not training.done:
-                        training.go_on()
+                        training.continue_for_slice()
         finally:
             for training in both.values():
                 training.end()
@@ -152,18 +150,18 @@ def one_round(settings: dict, cores: int, on_first: bool) -> dict[bool, dict[str
 
 
 def take_turns(settings: dict, rounds: int, cores: int) -> dict[str, dict]:
-    """Clock -> means with and without, and the share that recording adds, of each round and on average."""
+    """clock -> means with and without recording, and the share that it adds, on average and in each round."""
     found = []
     for number in range(rounds):
-        found.append(one_round(settings, cores, on_first=number % 2 == 0))
+        found.append(measure_round(settings, cores, on_first=number % 2 == 0))
         print(f"on {found[-1][True]} off {found[-1][False]}", file=sys.stderr, flush=True)
     return {clock: _compared(clock, found) for clock in found[0][True]}
 
 
 def _compared(clock: str, rounds: list[dict[bool, dict[str, float]]]) -> dict:
     on, off = (statistics.fmean(turn[recorded][clock] for turn in rounds) for recorded in (True, False))
-    whole = "thread" if clock == "calls" else clock
-    adds = [(turn[True][clock] - turn[False][clock]) / turn[False][whole] for turn in rounds]
+    base = "thread" if clock == "calls" else clock
+    adds = [(turn[True][clock] - turn[False][clock]) / turn[False][base] for turn in rounds]
     error = statistics.stdev(adds) / len(adds) ** 0.5 if len(adds) > 1 else 0.0
     result = {"on_s": round(on, 2), "off_s": round(off, 2), "adds": round(statistics.fmean(adds), 4)}
     return result | {"error": round(error, 4), "each": [round(share, 4) for share in adds]}
@@ -173,19 +171,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--cores", type=int, default=2, help="that all of it may run on")
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, results not kept")
+    parser.add_argument("--cores", type=int, default=2, help="number of cores for all processes")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: tiny sizes, results not stored")
     parser.add_argument("--turn", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.turn:
         print(json.dumps(train(**args.turn)), flush=True)
-        # how long an interpreter takes to leave is not asked
+        # the exit of the interpreter must not be timed
         os._exit(0)
     kept = report.RESULTS / "recording.json"
     results = json.loads(kept.read_text())["results"] if kept.is_file() else {}
     rows = [("training", "clock", "off s", "on s", "recording adds", "target")]
     for name in args.only:
-        settings = ALIKE | TRAININGS[name] | (QUICK[name] if args.quick else {})
+        settings = COMMON | TRAININGS[name] | (QUICK[name] if args.quick else {})
         rounds = 1 if args.quick else args.rounds
         about = report.metadata() | {"on": ON, "training": settings, "rounds": rounds, "run_on_cores": args.cores}
         clocks = take_turns(settings, rounds, args.cores)

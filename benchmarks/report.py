@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its numbers: when, which code, which machine, how busy it was."""
+"""Metadata that every benchmark stores with its numbers (date, commit, machine, load), and helpers for output."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "mujoco", "numba", "sta
 
 
 def metadata() -> dict:
-    """The circumstances of a measurement, as of now; call it once before and compare `load()` after."""
+    """Metadata of a measurement that begins now; call `load()` again after it."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -27,12 +27,12 @@ def metadata() -> dict:
 
 
 def load() -> list[float]:
-    """Load averages over 1, 5 and 15 minutes: timings on a busy machine say little."""
+    """Load averages over 1, 5 and 15 minutes: timings on a busy machine are unreliable."""
     return [round(x, 2) for x in os.getloadavg()]
 
 
 def commit() -> str:
-    """The commit of the working tree, marked where the library differs from it."""
+    """The commit of the working tree, with `-dirty` if src/ differs from it."""
     name = _git("rev-parse", "--short=12", "HEAD") or "unknown"
     return f"{name}-dirty" if _git("status", "--porcelain", "--", "src") else name
 
@@ -46,7 +46,7 @@ def cpu_model() -> str:
 
 
 def device(name: str) -> str:
-    """What 'cpu' or 'cuda' is here."""
+    """The model of the device 'cpu' or 'cuda'."""
     if name == "cpu":
         return cpu_model()
     import torch
@@ -55,7 +55,7 @@ def device(name: str) -> str:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """At once or not at all, so that an interrupted benchmark leaves the last good file."""
+    """Replace the file atomically, so that an interrupted benchmark leaves the previous one intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
@@ -63,9 +63,9 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def keep_run(results: Path, runs: Path, outcome: dict) -> None:
-    """The outcome of one seed of one problem, among those of the others."""
+    """Add the outcome of one seed of one problem to the results file."""
     runs.mkdir(exist_ok=True)
-    # another seed may end at the same moment
+    # another seed may finish at the same time
     with open(runs / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         known = json.loads(results.read_text())["runs"] if results.is_file() else {}
@@ -74,12 +74,12 @@ def keep_run(results: Path, runs: Path, outcome: dict) -> None:
 
 
 def rate_in_words(rate: dict) -> str:
-    """A share of successes with its interval."""
+    """A success rate with its interval, as text."""
     return f"{rate['success']:.1%} ({rate['low']:.1%}..{rate['high']:.1%})"
 
 
 def table(rows: list[tuple]) -> str:
-    """Rows of text, the first one a header."""
+    """Format rows as a text table; the first row is the header."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,7 +1,7 @@
-"""How does the report look? Trains a few small runs and takes the screenshots of docs/report.md with Chromium.
+"""Trains a few small runs and takes the screenshots of their reports for docs/report.md, with Chromium.
 
 python benchmarks/report_pictures.py                   # some minutes; needs the extra `browser` and a Chromium
-python benchmarks/report_pictures.py --runs FOLDER     # of runs that are there
+python benchmarks/report_pictures.py --runs FOLDER     # uses the runs in FOLDER, and trains the missing ones there
 """
 
 import argparse
@@ -27,7 +27,7 @@ RUNS = {
         "evaluation.episodes=4",
     ],
 }
-# name -> runs, width, height, colour scheme, where it begins
+# name -> runs, width, height, colour scheme, first element shown
 PICTURES = {
     "light": ("reach", 1280, 1330, "light", None),
     "dark": ("async", 1280, 1330, "dark", "#stages"),
@@ -38,7 +38,7 @@ PICTURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="where they are, or are to be kept")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="folder of the runs; missing ones are trained")
     folder = (parser.parse_args().runs or Path(tempfile.mkdtemp()) / "outputs").absolute()
     for name, words in RUNS.items():
         if not (folder / name).exists():
@@ -55,7 +55,7 @@ def main() -> None:
 def picture(browser: Browser, page: Path, image: Path, width: int, height: int, scheme: str, first: str | None) -> Path:
     tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     tab.goto(page.resolve().as_uri())
-    # a video shows its first picture once it has come into sight
+    # the browser loads the first frame of a video when it becomes visible
     for video in tab.locator("video").all():
         video.scroll_into_view_if_needed()
         tab.wait_for_timeout(200)
@@ -67,7 +67,7 @@ def picture(browser: Browser, page: Path, image: Path, width: int, height: int, 
 
 
 def sparring(folder: Path, *words: str) -> None:
-    """From beside the runs: a page tells their paths as they were given."""
+    """Run the command next to the runs' folder: the page shows the paths as they were given."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "sparring", *words], cwd=folder.parent, check=True)
 

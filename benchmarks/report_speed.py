@@ -1,6 +1,6 @@
-"""How long does a report of a million lines take, how much memory, and how long a refresh of the live page?
+"""How long does `sparring report` take for a million lines, with how much memory, and how long a refresh of `watch`?
 
-Targets: a report in under 10 s and 1 GB on one core; a refresh, with new lines, in under 100 ms.
+python benchmarks/report_speed.py [--quick]    # targets: report 10 s and 1 GB on one core, refresh 100 ms
 """
 
 import argparse
@@ -28,8 +28,8 @@ REFRESHES = 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20,000 lines; results are not kept")
-    # of the processes that this one starts, so that each one's memory is its own
+    parser.add_argument("--quick", action="store_true", help="20,000 lines; results not stored")
+    # for the child processes: each measurement has its own peak memory
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -40,11 +40,11 @@ def main() -> None:
     about, lines = report.metadata(), 20_000 if arguments.quick else 1_000_000
     with tempfile.TemporaryDirectory() as folder:
         size = write_run(Path(folder), lines)
-        found = {name: measured(name, Path(folder)) for name in MEASURES}
+        found = {name: measure_in_process(name, Path(folder)) for name in MEASURES}
     content = {"about": about | {"load_after": report.load()}, "lines": lines, "keys": len(KEYS), "megabytes": size}
     content |= found
     rows = [("measure", "seconds", "peak MB"), ("report", found["report"]["seconds"], found["report"]["peak_mb"])]
-    rows += [("report, of the processor", found["report"]["cpu_seconds"], "")]
+    rows += [("report, CPU time", found["report"]["cpu_seconds"], "")]
     rows += [("watch, first read", found["watch"]["first_seconds"], found["watch"]["peak_mb"])]
     rows += [("watch, a refresh", f"{found['watch']['refresh_ms'] / 1e3:.4f}", "")]
     rows += [("watch, slowest refresh", f"{found['watch']['slowest_refresh_ms'] / 1e3:.4f}", "")]
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def write_run(folder: Path, lines: int) -> int:
-    """A metrics file as a very long run would leave it; its size in MB."""
+    """Write the metrics file of a very long run; return its size in MB."""
     file = folder / "episode_metrics.jsonl"
     random = np.random.default_rng(0)
     with file.open("w") as out:
@@ -69,19 +69,19 @@ def line(update: int, values: list[float]) -> dict:
     return dict(zip(KEYS, values, strict=True)) | counted | {"avg_acc": None}
 
 
-def measured(name: str, folder: Path) -> dict:
-    """In a process of its own, on one core."""
+def measure_in_process(name: str, folder: Path) -> dict:
+    """Measure in a new process, on one core."""
     words = [sys.executable, __file__, "--measure", name, "--run", str(folder)]
     return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
 
 def measure_report(folder: Path) -> dict:
-    """The whole command, with what it imports."""
+    """Time the command, including its imports."""
     began = time.perf_counter()
     from sparring.cli.main import main as sparring
 
     output = folder / "report.html"
-    # what the command prints is not what this process prints
+    # stdout is reserved for the result of this process
     sys.stdout, own = sys.stderr, sys.stdout
     assert sparring(["report", str(folder), "--output", str(output)]) == 0
     sys.stdout = own
@@ -90,7 +90,7 @@ def measure_report(folder: Path) -> dict:
 
 
 def measure_watch(folder: Path) -> dict:
-    """A refresh is asked for over HTTP, as the page does, after a line was written, and read to its end."""
+    """Time HTTP requests for a refresh, as the page sends them, each after one new line."""
     from sparring.processes.server import HOST
     from sparring.report.page import open_server
 
@@ -107,7 +107,7 @@ def measure_watch(folder: Path) -> dict:
         news = connection.getresponse().read()
         taken.append(1e3 * (time.perf_counter() - began))
         version = json.loads(news)["version"]
-    # the first one is a page's that has nothing yet
+    # the first request fetches all data
     refreshes = taken[1:]
     return {
         "first_seconds": round(first, 2),

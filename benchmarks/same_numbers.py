@@ -1,13 +1,13 @@
-"""Are the numbers of a fixed seed the same, bit for bit, on two versions of the code?
+"""Do two versions of the code produce bit-identical numbers at a fixed seed?
 
     python benchmarks/same_numbers.py main HEAD
     python benchmarks/same_numbers.py main . --keep /tmp/same --only teacher    # uncommitted changes included
     python benchmarks/same_numbers.py main . --allow 'finetune-grpo:train/reference_kl' --allow 'teacher:world_model/*'
 
-OLD and NEW are revisions or folders of checkouts. Each of the short runs below is made with both, one after the other,
-on one CPU thread. Compared are all lines of metrics, the evaluations and the weights of the last checkpoint, tensor by
-tensor; only columns that measure time are left out. `--allow run:column` permits an intended change (globs; all tensors
-are the column `weights`). The exit status is 1 where anything else differs.
+OLD and NEW are revisions or folders of checkouts. Both make each of the short runs below, one after the other, on one
+CPU thread. All lines of metrics, the evaluations and every weight tensor of the last checkpoint are compared; only
+columns that measure time are left out. `--allow run:column` permits an intended change (globs; the column of all
+tensors is `weights`). The exit status is 1 if anything else differs.
 """
 
 import argparse
@@ -50,8 +50,8 @@ ARM = "env.threads=1"
 STEPS = "rollout.n_envs=3 rollout.steps=12 rollout.max_episode_steps=10"
 PPO = "ppo.mini_batch_size=16 ppo.ppo_epochs=2"
 CAMERA = "env.cameras=[head] env.image_size=40"
-SEEN = "env.object_state=privileged env.points=16 policy.point_channels=[8,8] policy.point_features=8"
-SEEN += " policy.language_features=4"
+INPUTS = "env.object_state=privileged env.points=16 policy.point_channels=[8,8] policy.point_features=8"
+INPUTS += " policy.language_features=4"
 CNN = "policy.channels=[4,4] policy.image_features=8"
 WORKERS = "env.vectorize=process env.workers=2"
 SCHEDULES = "ppo.lr_schedule=cosine ppo.warmup_updates=2 ppo.clip_schedule=linear ppo.normalize_value=true"
@@ -66,14 +66,14 @@ WORLD = "rollout.n_envs=2 rollout.steps=6 rollout.max_episode_steps=24 training.
 TOKENS = "env.image_size=32 rollout.action_steps=2 world_model.channels=8 world_model.width=16 world_model.layers=1"
 TOKENS += " world_model.heads=2 world_model.members=2 world_model.memory_channels=4 world_model.tokenizer_steps=4"
 TEACHER = "teacher.gradient_steps=4 teacher.batch_size=2 teacher.burn_in=1"
-PAY = "rewards.prediction_error=0.5 rewards.rnd=0.5"
-AGAINST = "adversarial.wm_updates_per_iter=3 adversarial.batch_size=2 adversarial.burn_in=1 adversarial.warmup_steps=3"
-AGAINST += " adversarial.generation_every=2 adversarial.held_out=0.5"
+REWARDS = "rewards.prediction_error=0.5 rewards.rnd=0.5"
+PHASE_3 = "adversarial.wm_updates_per_iter=3 adversarial.batch_size=2 adversarial.burn_in=1 adversarial.warmup_steps=3"
+PHASE_3 += " adversarial.generation_every=2 adversarial.held_out=0.5"
 
-# {runs} is the folder that the others of this side are in; those that a run starts from come before it
+# {runs} is the folder of this side's runs; a run follows those that it starts from
 RUNS = {
     "finetune-state": f"train finetune {ARM} {STEPS} {PPO}",
-    "finetune-cameras": f"train finetune {ARM} {STEPS} {PPO} {CAMERA} {SEEN} {CNN}",
+    "finetune-cameras": f"train finetune {ARM} {STEPS} {PPO} {CAMERA} {INPUTS} {CNN}",
     "finetune-grpo": f"train finetune {ARM} {GRPO} {GROUPS}",
     "finetune-flow": f"train finetune {ARM} {STEPS} {PPO} {FLOW}",
     "finetune-vla": f"train finetune {ARM} {STEPS} {PPO} {CAMERA} {VLA}",
@@ -84,9 +84,9 @@ RUNS = {
     "imitate": f"train imitate {ARM} imitate.demos={{runs}}/demos {IMITATE} {CNN}",
     "teacher": f"train teacher {ARM} {WORLD} {TOKENS} {TEACHER}",
     "finetune-imagined": f"train finetune {ARM} rollout.imagined={{runs}}/teacher {WORLD} {PPO} {CNN}",
-    "student": f"train student {ARM} student.teacher={{runs}}/teacher {WORLD} {PPO} {CNN} {PAY}",
+    "student": f"train student {ARM} student.teacher={{runs}}/teacher {WORLD} {PPO} {CNN} {REWARDS}",
     "adversarial": f"train adversarial {ARM} adversarial.teacher={{runs}}/teacher adversarial.student={{runs}}/student"
-    f" {WORLD} {PPO} {PAY} {AGAINST}",
+    f" {WORLD} {PPO} {REWARDS} {PHASE_3}",
 }
 STARTS_FROM = {
     "imitate": ["demos"],
@@ -102,21 +102,21 @@ class Comparison:
     rows: int = 0
     columns: set[str] = field(default_factory=set)
     tensors: int = 0
-    # column (or "weights") and what differs there first
+    # column (or "weights") -> its first difference
     differences: dict[str, str] = field(default_factory=dict)
     allowed: list[str] = field(default_factory=list)
 
 
 def main() -> int:
-    arguments = parsed()
-    names = with_what_they_start_from(arguments.only or list(RUNS))
+    arguments = parse_arguments()
+    names = with_sources(arguments.only or list(RUNS))
     with tempfile.TemporaryDirectory(prefix="same_numbers_") as scratch:
         sides = {}
         for side, given in (("OLD", arguments.old), ("NEW", arguments.new)):
             commit = commit_of(given)
             print(f"{side}: {given} ({commit or 'uncommitted'})", file=sys.stderr)
-            # what is kept of NEW would be compared with itself where OLD is the same commit
-            kept = kept_folder(arguments.keep, commit) if side == "OLD" else None
+            # stored runs of NEW would be compared with themselves if OLD is the same commit
+            kept = storage_folder(arguments.keep, commit) if side == "OLD" else None
             sides[side] = make_runs(given, names, kept or Path(scratch) / side, Path(scratch) / f"{side}-checkout")
         compared = [compare(name, sides["OLD"], sides["NEW"], arguments.allow) for name in names if name != "demos"]
     rows = [("run", "rows", "columns", "tensors", "result")]
@@ -129,28 +129,28 @@ def main() -> int:
     return int(any(c.differences for c in compared))
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", metavar="OLD", help="revision, or folder of a checkout")
-    parser.add_argument("new", metavar="NEW", help="the same of the other side")
+    parser.add_argument("new", metavar="NEW", help="the other revision or folder")
     chosen = [name for name in RUNS if name != "demos"]
     parser.add_argument("--only", action="append", choices=chosen, metavar="RUN", help=f"one of {', '.join(chosen)}")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs of OLD here, and use those kept")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="store the runs of OLD here, and reuse them")
     parser.add_argument("--allow", action="append", default=[], metavar="RUN:COLUMN", help="an intended change")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was compared here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison here")
     return parser.parse_args()
 
 
-def with_what_they_start_from(chosen: list[str]) -> list[str]:
+def with_sources(chosen: list[str]) -> list[str]:
     needed = {source for name in chosen for source in STARTS_FROM.get(name, [])}
     return [name for name in RUNS if name in needed.union(chosen)]
 
 
-# ---- making the runs
+# ---- make the runs
 
 
 def commit_of(given: str) -> str | None:
-    """None: a folder whose code is not that of any commit."""
+    """None: a folder with uncommitted code."""
     if not is_checkout(given):
         found = git("rev-parse", "--verify", f"{given}^{{commit}}")
         return found or sys.exit(f"'{given}' is neither a revision nor a folder with src/sparring")
@@ -163,21 +163,21 @@ def is_checkout(given: str) -> bool:
 
 
 def git(*arguments: str, at: str | Path = REPOSITORY) -> str | None:
-    """What it prints; None where it fails."""
+    """The output of git; None if it fails."""
     done = subprocess.run(["git", "-C", str(at), *arguments], capture_output=True, text=True)
     return None if done.returncode else done.stdout.strip()
 
 
-def kept_folder(keep: Path | None, commit: str | None) -> Path | None:
-    """Where the runs of this commit are kept, with these settings and libraries; None: nothing is kept."""
+def storage_folder(keep: Path | None, commit: str | None) -> Path | None:
+    """The folder for runs of this commit, with these settings and libraries; None: runs are not stored."""
     if keep is None or commit is None:
         return None
-    circumstances = [RUNS, COMMON, platform.python_version(), *map(version, ("torch", "numpy", "mujoco", "numba"))]
-    return keep / f"{commit[:12]}-{hashlib.sha256(repr(circumstances).encode()).hexdigest()[:8]}"
+    conditions = [RUNS, COMMON, platform.python_version(), *map(version, ("torch", "numpy", "mujoco", "numba"))]
+    return keep / f"{commit[:12]}-{hashlib.sha256(repr(conditions).encode()).hexdigest()[:8]}"
 
 
 def make_runs(given: str, names: list[str], folder: Path, checkout: Path) -> Path:
-    """The folder of this side's runs; those that are there already are not made again."""
+    """Make the missing runs of this side; return their folder."""
     missing = [name for name in names if not (folder / name / "done").is_file()]
     if not missing:
         return folder
@@ -226,7 +226,7 @@ def make_missing(checkout: Path, names: list[str], folder: Path) -> Path:
     return folder
 
 
-# ---- comparing them
+# ---- compare them
 
 
 def compare(name: str, old: Path, new: Path, allow: list[str]) -> Comparison:
@@ -244,7 +244,7 @@ def compare(name: str, old: Path, new: Path, allow: list[str]) -> Comparison:
 
 
 def lines_of(path: Path) -> list[dict[str, str]]:
-    """Values as JSON writes them, which tells 0.0 from -0.0 and 1 from 1.0."""
+    """Values as JSON text, which distinguishes 0.0 from -0.0 and 1 from 1.0."""
     text = path.read_text() if path.is_file() else ""
     rows = map(json.loads, text.splitlines())
     return [{key: json.dumps(value) for key, value in row.items() if key not in TIMED} for row in rows]

@@ -1,7 +1,7 @@
-"""Stages that several benchmarks go through: experts record demonstrations, a policy imitates them, RL fine-tunes it.
+"""Three stages that several benchmarks share: experts record demonstrations, a policy imitates them, RL fine-tunes it.
 
-A benchmark says what its problems are and how a policy is judged; here is what they do alike. A run that is cut short
-goes on from its last checkpoint. Judging does not count as training.
+A benchmark defines its problems and how a policy is evaluated. An interrupted run resumes from its last checkpoint.
+Evaluation does not count as training time.
 """
 
 import argparse
@@ -17,30 +17,30 @@ import report
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = Path(__file__).parent / "runs"
-# of an update, what is printed
-TOLD = ("success_rate", "approx_kl", "explained_variance")
+# printed after each update
+PRINTED = ("success_rate", "approx_kl", "explained_variance")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Tasks, what their policy sees, how many demonstrations each has, and how long RL goes on."""
+    """Tasks, env settings, demonstrations per task, and env steps of RL."""
 
     tasks: tuple[str, ...]
     env: list[str]
     demonstrations: int
     steps: int
     evaluate_every: int = 250_000
-    # settings of RL that differ from the recipe's
+    # settings of RL that differ from the recipe
     finetuning: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Stages:
-    """One problem with one seed; `judge(policy, config)` gives what is kept of a policy."""
+    """One problem with one seed; `judge(policy, config)` evaluates a policy and returns the results to store."""
 
     name: str
     problem: Problem
-    # of the two stages that learn, in configs/
+    # config files of the two learning stages, in configs/
     imitation: str
     finetuning: str
     judge: Callable
@@ -66,7 +66,7 @@ class Stages:
         return about | {"demonstrations": self.problem.demonstrations, "done": done} | record
 
     def _record(self) -> list[Path]:
-        """Demonstrations of a seed of their own, so that each run imitates others."""
+        """Record with the seed of the run, so that runs have different demonstrations."""
         return [self._demonstrate(task) for task in self.problem.tasks]
 
     def _demonstrate(self, task: str) -> Path:
@@ -97,10 +97,10 @@ class Stages:
         run.run()
         record["imitation_seconds"] = round(time.perf_counter() - started, 1)
         record["imitated"] = self.judge(run.phase.model, run.config)
-        self._tell(f"imitated: {record['imitated']}")
+        self._print(f"imitated: {record['imitated']}")
 
     def _fine_tune(self, record: dict) -> bool:
-        """Until the last step or out of time; whether it is done."""
+        """Train until the last step or until the minutes are over; return whether it finished."""
         from sparring.runs.run import Run
 
         every = self.problem.evaluate_every
@@ -112,12 +112,12 @@ class Stages:
             started = time.perf_counter()
             metrics = run.phase.step(run.fraction)
             record["seconds"] += time.perf_counter() - started
-            self._tell(f"{progress.env_steps:,} { {k: round(metrics[k], 4) for k in TOLD if k in metrics} }")
+            self._print(f"{progress.env_steps:,} { {k: round(metrics[k], 4) for k in PRINTED if k in metrics} }")
             due = (record["curve"][-1]["steps"] if record["curve"] else 0) // every + 1
             if progress.env_steps >= due * every or run.fraction >= 1:
                 point = {"steps": progress.env_steps, "seconds": round(record["seconds"], 1)}
                 record["curve"].append(point | self.judge(run.phase.policy, run.config))
-                self._tell(record["curve"][-1])
+                self._print(record["curve"][-1])
                 run.save()
                 report.write_json(self.folder / "judged.json", record)
         run.save()
@@ -125,24 +125,24 @@ class Stages:
         record["steps"] = progress.env_steps
         return run.fraction >= 1
 
-    def _tell(self, what) -> None:
+    def _print(self, what) -> None:
         print(f"{self.name} seed {self.seed}: {what}", flush=True)
 
 
-def flags(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop RL after this long; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--threads", type=int, default=1, help="of the simulator; results do not depend on it")
-    parser.add_argument("--device", default="cpu", help="where the networks compute: cpu or cuda")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop RL after this; repeat the command to resume")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not stored")
+    parser.add_argument("--threads", type=int, default=1, help="simulator threads; results do not depend on it")
+    parser.add_argument("--device", default="cpu", help="device of the networks: cpu or cuda")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the checkpoints")
+    parser.add_argument("--summary", action="store_true", help="only print the stored results")
     return parser
 
 
-def go(args, kind: str, name: str, problem: Problem, configs: tuple[str, str], judge: Callable, results: Path) -> None:
-    """Run one problem as the flags say, and keep what came out if it is done and nothing was tried."""
+def run(args, kind: str, name: str, problem: Problem, configs: tuple[str, str], judge: Callable, results: Path) -> None:
+    """Run one problem as the flags say; store the outcome if it finished without --set."""
     folder = args.runs / "_".join([kind, name, f"seed{args.seed}", *args.set])
     folder.mkdir(parents=True, exist_ok=True)
     stages = Stages(
@@ -150,26 +150,26 @@ def go(args, kind: str, name: str, problem: Problem, configs: tuple[str, str], j
     )
     outcome = stages.run()
     if not outcome["done"]:
-        print("not done yet, so not kept: the same call goes on (with more --minutes)")
+        print("not finished, so not stored: the same call goes on (with more --minutes)")
     elif not args.set:
         report.keep_run(results, RUNS, outcome)
 
 
-def tell(results: Path, summary: Callable) -> None:
+def print_summary(results: Path, summary: Callable) -> None:
     if not results.is_file():
-        print(f"nothing is known yet: {results.name} comes with the first run")
+        print(f"no results yet: the first finished run writes {results.name}")
     else:
         print(summary(json.loads(results.read_text())["runs"]))
 
 
 def play(policy, config, episodes: int, greedy: bool) -> list:
-    """Held-out episodes, the same ones every time."""
+    """Play held-out episodes, the same at each call."""
     from sparring.envs.env import make_env
-    from sparring.evaluation.play import play as play_in
+    from sparring.evaluation.play import play as play_episodes
 
-    # a multiple of 1, 2 and 3 tasks
+    # divisible by 1, 2 and 3 tasks
     env = make_env(config.env, num_envs=48, device=next(policy.parameters()).device)
-    played, _ = play_in(policy, env, episodes, config.seed, config.rollout.action_steps, greedy=greedy)
+    played, _ = play_episodes(policy, env, episodes, config.seed, config.rollout.action_steps, greedy=greedy)
     env.close()
     return played
 

@@ -1,13 +1,13 @@
-"""Does PPO learn the suite's tasks, and in how many steps and minutes?
+"""Does PPO learn the tasks of the suite, and in how many steps and minutes?
 
     python benchmarks/suite_learning.py lift_d0 --seed 0
-    python benchmarks/suite_learning.py push_d0_images --seed 1 --minutes 20      # again to go on
+    python benchmarks/suite_learning.py push_d0_images --seed 1 --minutes 20      # repeat the command to resume
     python benchmarks/suite_learning.py --summary
 
-One process trains one seed on one thread, so two seeds can run side by side on two cores. Every so often the greedy
-policy plays 200 held-out episodes; that time does not count as training. A run that is cut short goes on from its last
-checkpoint (one per evaluation) in benchmarks/runs/; its curve is kept in results/suite_learning.json after each call.
-What the problems train with is in configs/, so `sparring train finetune --config configs/lift_d2.yaml` does the same.
+One process trains one seed on one thread, so two seeds can run in parallel on two cores. The greedy policy regularly
+plays 200 held-out episodes; that time does not count as training. An interrupted run resumes from its last checkpoint
+(one per evaluation) in benchmarks/runs/; each call stores its curve in results/suite_learning.json.
+The settings are in configs/, so `sparring train finetune --config configs/lift_d2.yaml` repeats a run.
 """
 
 import argparse
@@ -27,7 +27,7 @@ EPISODES = 200
 
 @dataclass(frozen=True)
 class Problem:
-    """What must be reached, if anything: this success within so many env steps and minutes of training."""
+    """A config and its target, if any: success within env steps and minutes of training."""
 
     config: str
     evaluate_every: int
@@ -45,7 +45,7 @@ PROBLEMS = {
 
 
 def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path) -> dict:
-    """Train until the config's last step or out of time; what is known of the run so far."""
+    """Train until the last step of the config or until `minutes` are over; return the record so far."""
     import torch
 
     from sparring.config.schema import load_config
@@ -80,7 +80,7 @@ def train(name: str, seed: int, minutes: float, changes: list[str], folder: Path
 
 
 def judge(run, config) -> dict:
-    """The greedy policy on held-out episodes, the same ones every time."""
+    """Results of the greedy policy on held-out episodes, the same at each call."""
     from sparring.envs.env import make_env
     from sparring.evaluation.play import play, wilson
 
@@ -106,25 +106,25 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def _reached(problem: Problem, runs: list[dict]) -> tuple[str, str]:
-    """Steps at which each seed first passed, and whether three or more are there at the last look within the limits."""
+    """(steps at which each seed first passed, whether three or more seeds all pass at the last timely evaluation)."""
     if problem.success is None:
         return "-", "none"
     firsts = [next((p["steps"] for p in run["curve"] if p["success"] >= problem.success), None) for run in runs]
     minutes = problem.minutes or float("inf")
     within = [[p for p in run["curve"] if p["steps"] <= problem.steps and p["seconds"] <= 60 * minutes] for run in runs]
     met = len(runs) >= 3 and all(points[-1]["success"] >= problem.success for points in within)
-    said = ", ".join("never" if first is None else f"{first:,}" for first in firsts)
-    return said, f"{problem.success:.0%} {'met' if met else 'MISSED'}"
+    text = ", ".join("never" if first is None else f"{first:,}" for first in firsts)
+    return text, f"{problem.success:.0%} {'met' if met else 'MISSED'}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("problem", nargs="?", choices=PROBLEMS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this long; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints go")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this; repeat the command to resume")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not stored")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the checkpoints")
+    parser.add_argument("--summary", action="store_true", help="only print the stored results")
     args = parser.parse_args()
     if args.problem and not args.summary:
         folder = args.runs / "_".join([args.problem, f"seed{args.seed}", *args.set])
@@ -133,7 +133,7 @@ def main() -> None:
         if not args.set:
             report.keep_run(RESULTS, RUNS, outcome)
     if not RESULTS.is_file():
-        print(f"nothing is known yet: {RESULTS.name} comes with the first run")
+        print(f"no results yet: the first run writes {RESULTS.name}")
     else:
         print(summary(json.loads(RESULTS.read_text())["runs"]))
 

@@ -1,4 +1,4 @@
-"""A pi0 checkpoint of a few thousand weights, written as transformers would write a real one; nothing is downloaded."""
+"""A pi0 checkpoint with a few thousand weights, in the format of transformers; nothing is downloaded."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def make_model(states: int = STATES, actions: int = ACTIONS):
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 8,
-        # 5.17 does not take it from the language model
+        # transformers 5.17 does not copy it from the language model
         "vocab_size": VOCABULARY,
     }
     vision = {
@@ -52,7 +52,7 @@ def make_model(states: int = STATES, actions: int = ACTIONS):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            # transformers starts them so small that nothing matters
+            # the initial weights of transformers are so small that errors have no effect
             parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.2 if parameter.ndim > 1 else 0.05))
     return model
 
@@ -64,7 +64,7 @@ def write(folder: Path, states: int = STATES, actions: int = ACTIONS, **how) -> 
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Every byte is a token, after four special ones."""
+    """Four special tokens, then one token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Pretrained policies that take no time, for the parity gate: four kinds, with and without LoRA, and mutants.
+"""Tiny pretrained policies for the parity gate: four kinds, with and without LoRA, and mutants.
 
 Used by parity_vla.py and by the tests. Needs the extra `vla`.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from parity_cases import DIMS, REPLAY, STATE, Drifting
+from parity_cases import DIMS, REPLAY, STATE, RandomEnv
 from torch import nn
 
 from sparring.collect.collector import Collector
@@ -21,13 +21,13 @@ from sparring.policies.native.config import NativeVLAConfig
 from sparring.policies.policy import Policy, make_policy
 
 INSTRUCTIONS = ("push", "lift it")
-# fewer than the horizon: not all that is planned is executed
+# the chunk is shorter than the horizon: the last predicted actions are not executed
 CHUNK, HORIZON, PADDING = 3, 4, 2
 LORA = {"lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.5}
 
 
-class Seeing(Drifting):
-    """Drifting, with two cameras, depth and instructions."""
+class RandomCameraEnv(RandomEnv):
+    """RandomEnv with two cameras, depth and instructions."""
 
     def __init__(self, num_envs: int, padding: int = 0):
         super().__init__(num_envs, padding)
@@ -44,7 +44,7 @@ class Seeing(Drifting):
 
 
 class Plain(nn.Module):
-    """A normal around a linear function of all it is shown; draws inside forward."""
+    """A normal distribution around a linear function of all observations; `forward` samples from it."""
 
     def __init__(self, action_dim: int = DIMS, proprio_dim: int = STATE, width: int = 16):
         super().__init__()
@@ -76,7 +76,7 @@ class Plain(nn.Module):
 
 
 class Samples(Plain):
-    """Draws with the noise it is given, and gives the mean otherwise."""
+    """`sample` draws with the given noise; `forward` returns the mean."""
 
     def forward(self, observations):
         return self.distribution(observations).mean
@@ -122,7 +122,7 @@ def flow(checkpoint: Path, **settings) -> Section:
 
 
 def pi0(checkpoint: Path, **settings) -> Section:
-    """transformers' own, from a folder that save_pretrained wrote."""
+    """The pi0 of transformers, from a folder that save_pretrained wrote."""
     return PI0PolicyConfig(model_path=str(checkpoint), **settings)
 
 
@@ -131,7 +131,7 @@ def native(checkpoint: Path, **settings) -> Section:
 
 
 def native_graphs(checkpoint: Path, **settings) -> Section:
-    """Acts by compiled CUDA graphs, and is scored without."""
+    """Acts through compiled CUDA graphs; scoring does not use them."""
     return native(checkpoint, fast=True, **settings)
 
 
@@ -145,17 +145,17 @@ ON_A_GPU_IN_BF16 = {"native_vla, tiny, graphs": native_graphs}
 
 
 def settings_of(kind: Callable[..., Section], lora: bool, precision: str) -> dict:
-    """LoRA in bf16 as it is used: frozen weights are kept in bf16. A native VLA does so by default."""
+    """LoRA in bf16 stores frozen weights in bf16, as users configure it; the native VLA does so by default."""
     halved = lora and precision == "bf16" and kind not in (native, native_graphs)
     return {"precision": precision} | (LORA if lora else {}) | ({"dtype": "bf16"} if halved else {})
 
 
 def rollout_of(kind: Callable[..., Section], robots: int, device: str, checkpoint: Path, **settings):
-    """A policy and what it did, at least REPLAY decisions."""
+    """(policy, buffer of at least REPLAY decisions)."""
     torch.manual_seed(0)
-    env = Env(Seeing(robots, PADDING), device)
+    env = Env(RandomCameraEnv(robots, PADDING), device)
     policy = make_policy(kind(checkpoint, **settings), env.spec, CHUNK)
-    _stir(policy)
+    _perturb(policy)
     actions = {"mean": np.full(DIMS, 0.1), "std": np.full(DIMS, 0.5)}
     state = {"mean": np.zeros(STATE), "std": np.full(STATE, 2.0)}
     policy.fit_normalizers({"action": actions, "observation/state": state}, "mean_std", "mean_std")
@@ -165,8 +165,8 @@ def rollout_of(kind: Callable[..., Section], robots: int, device: str, checkpoin
     return policy, buffer
 
 
-def _stir(policy: Policy) -> None:
-    """Away from the start, where adapters and velocities are zero and nothing matters."""
+def _perturb(policy: Policy) -> None:
+    """Perturb zero-initialised weights: with zero adapters and velocities, errors have no effect."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -178,12 +178,12 @@ def _stir(policy: Policy) -> None:
 
 
 def drop_out(policy: Policy) -> None:
-    """LoRA's dropout is left on."""
+    """The dropout of LoRA stays on."""
     policy.train()
 
 
 def scale_adapters(policy: Policy) -> None:
-    """Adapters count twice as much: scored with another lora_alpha than acted with."""
+    """The effect of adapters doubles: scoring uses another lora_alpha than acting."""
     from peft.tuners.lora import LoraLayer
 
     for layer in policy.model.modules():

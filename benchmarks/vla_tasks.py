@@ -1,18 +1,18 @@
-"""Does a small VLA follow its instruction, and does RL make it better at each of three tasks?
+"""Does a small VLA follow its instruction, and does RL improve it on each of three tasks?
 
     python benchmarks/vla_tasks.py --seed 0
-    python benchmarks/vla_tasks.py --seed 0 --minutes 20              # again to go on
+    python benchmarks/vla_tasks.py --seed 0 --minutes 20              # repeat the command to resume
     python benchmarks/vla_tasks.py --summary
 
-Three cubes stand on the table, red to the left, blue, and green to the right, each within about 3 cm; the instruction
-says which to lift, in one of four ways. Nothing but words tells the tasks apart. The native VLA `tiny` sees two
-cameras, what the robot feels, and the instruction's bytes; it imitates demonstrations of all three tasks at once
-(configs/vla_tasks_imitate.yaml), then PPO fine-tunes it on all three at once, paid 1 for a success
-(configs/vla_tasks_finetune.yaml).
+Three cubes stand on the table, red on the left, blue in the middle and green on the right, each within about 3 cm of
+its place; the instruction names the one to lift, in one of four phrasings. Only the instruction distinguishes the
+tasks. The native VLA `tiny` reads two cameras, the proprioceptive state and the bytes of the instruction. It is trained
+by imitation on demonstrations of all three tasks (configs/vla_tasks_imitate.yaml), then PPO fine-tunes it on all three,
+with a reward of 1 for success (configs/vla_tasks_finetune.yaml).
 
-The ODE policy (greedy) and the SDE policy (sampled, what RL trains) play 100 held-out episodes of each task after
-imitation, now and then, and at the end; the ODE policy plays the same ones once more with the words of the next task
-(red's for blue's and so on). Wanted: success up on each task, and down where the words are another task's.
+The ODE policy (greedy) and the SDE policy (sampled, trained by RL) are evaluated on 100 held-out episodes of each task
+after imitation, during RL, and at the end; the ODE policy also on the same episodes with the instruction of the next
+task (red's for blue's and so on). Targets: higher success on each task, lower success with another task's instruction.
 """
 
 import stages
@@ -27,7 +27,7 @@ WAYS = {"ode": True, "sde": False, "misled": True}
 
 
 class Misled:
-    """A policy that reads the words of another task, put the same way."""
+    """A policy that reads another task's instruction, in the same phrasing."""
 
     def __init__(self, policy, phrasings: int, instructions: int):
         self._policy, self._phrasings, self._instructions = policy, phrasings, instructions
@@ -44,11 +44,11 @@ class Misled:
 
 
 def judge(policy, config) -> dict:
-    """way -> task -> its rate."""
+    """policy -> task -> success rate."""
     from sparring.envs.env import make_env
 
     env = make_env(config.env, len(TASKS))
-    # one for each instruction
+    # one task name for each instruction
     names = env.spec.task_names
     env.close()
     misled = Misled(policy, len(names) // len(TASKS), len(names))
@@ -67,7 +67,7 @@ def summary(runs: dict[str, dict]) -> str:
             before, after, misled = first["ode"][task], last["ode"][task], last["misled"][task]
             met = {
                 "ode": after["success"] > before["success"],
-                # intervals apart
+                # the intervals do not overlap
                 "misled": misled["high"] < after["low"],
             }
             for way in WAYS:
@@ -81,7 +81,7 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def _pooled(runs: dict[str, dict], way: str, task: str) -> list[str]:
-    """Before and after RL, over all seeds."""
+    """Success over all seeds, before and after RL."""
     from sparring.evaluation.play import wilson
 
     each = EPISODES // len(TASKS)
@@ -93,11 +93,11 @@ def _pooled(runs: dict[str, dict], way: str, task: str) -> list[str]:
 
 
 def main() -> None:
-    args = stages.flags(__doc__).parse_args()
+    args = stages.make_parser(__doc__).parse_args()
     if not args.summary:
         configs = ("vla_tasks_imitate.yaml", "vla_tasks_finetune.yaml")
-        stages.go(args, "vla", "tasks", PROBLEM, configs, judge, RESULTS)
-    stages.tell(RESULTS, summary)
+        stages.run(args, "vla", "tasks", PROBLEM, configs, judge, RESULTS)
+    stages.print_summary(RESULTS, summary)
 
 
 if __name__ == "__main__":

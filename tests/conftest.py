@@ -6,26 +6,26 @@ import sys
 import tempfile
 from pathlib import Path
 
-# the tests are about numbers on a CPU, also on a machine with GPUs; said before torch looks for them
+# tests run on the CPU even if the machine has GPUs; set before torch looks for GPUs
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# two test processes on two cores, and the processes that tests start, are fastest with one thread each
+# two test processes on two cores, and the processes that they start, are fastest with one thread each
 os.environ["OMP_NUM_THREADS"] = "1"
-# the key that signs what tests write is not that of whoever runs them; the processes of xdist have it in common
+# tests sign with a key of their own, not with the user's; the processes of xdist share it
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _HOME = tempfile.TemporaryDirectory(prefix="sparring-tests-")
     os.environ["XDG_CONFIG_HOME"] = _HOME.name
 
-# a job in the background is started with Ctrl-C ignored, and would hand that on to the processes that tests interrupt
+# a shell starts background jobs with SIGINT ignored, and the processes that tests interrupt would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import preloaded  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# children find what this process finds, installed or not: the package, the doubles, the benchmarks
+# child processes import from the same paths: the package, the doubles, the benchmarks
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
-# modules whose tests kill, stop or time processes: one after the other, in one test process
+# modules whose tests kill, stop or time processes: they run one after the other, in one test process
 TIMED = {
     "test_console",
     "test_distributed",
@@ -67,22 +67,22 @@ SLOW = TIMED | {
     "test_walk",
     "test_world_model_learner",
 }
-# the longest modules are handed out first, so that both test processes end together
+# the longest modules start first, so that both test processes end at about the same time
 LONGEST = ["test_docs", "test_remote", "test_flow", "test_phases_distributed", "test_experts", "test_phases_vla"]
 LONGEST += ["test_resume", "test_native_vla", "test_demos", "test_cli", "test_episodes", "test_world_model_learner"]
 LONGEST += ["test_learns", "test_vla", "test_imitate", "test_teacher", "test_policy_memory", "test_walk"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # of itself xdist would hand out first what has the most tests
+    # by default xdist starts with the modules that have the most tests
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Tests of a module stay in one process, where they share its fixtures.
+    """Keep the tests of a module in one process, where they share its fixtures.
 
-    Not by xdist's marks of groups, which have no effect since pytest 9.2: they were a part of a test's name.
+    xdist's `xdist_group` marks have no effect since pytest 9.2: they were part of the test's name.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -95,25 +95,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def turn(item: pytest.Item) -> int:
+    def order(item: pytest.Item) -> int:
         name = item.path.stem
         return -1 if name in TIMED else LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
-    items.sort(key=turn)
+    items.sort(key=order)
     for item in items:
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Small numbers do not gain from more."""
+def single_thread():
+    """Small tensors do not gain from more threads."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def nobody_logs():
-    """Runs set up logging for their process; what one test left must not be there in the next."""
+def reset_logging():
+    """Remove the log handlers that the runs of the previous test installed."""
     logger = logging.getLogger("sparring")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -123,26 +123,26 @@ def nobody_logs():
 
 
 @pytest.fixture(scope="session")
-def server_of_processes():
+def fork_server():
     with preloaded.start_server() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def forked(request):
-    """Processes that tests of this module start have imported torch already; see tests/doubles/preloaded.py."""
-    # others than Linux do not make them children of who asks
+    """Start the processes of this module's tests with torch already imported; see tests/doubles/preloaded.py."""
+    # only on Linux can they become children of the requesting process
     if sys.platform != "linux":
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        server = request.getfixturevalue("server_of_processes")
+        server = request.getfixturevalue("fork_server")
         patch.setattr(preloaded.Popen, "server", server, raising=False)
         patch.setattr(subprocess, "Popen", preloaded.Popen)
         yield
 
 
 @pytest.fixture
-def fresh(forked, monkeypatch):
-    """But for those of this test, which are started as users start them."""
+def not_forked(forked, monkeypatch):
+    """Start the processes of this test as users start them, although its module uses `forked`."""
     monkeypatch.setattr(subprocess, "Popen", preloaded.Real)

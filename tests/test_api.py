@@ -1,4 +1,4 @@
-"""The Python API is the command line's own code."""
+"""The Python API: Trainer, load_policy, make_env; it gives the same weights as the command line."""
 
 import os
 import subprocess
@@ -27,8 +27,8 @@ SMALL = {
 
 def test_trainer_and_command_line_give_bit_equal_weights(tmp_path):
     config = load_config(SMALL | {"output": str(tmp_path / "cli")})
-    by_config = Run(config)
-    by_config.run()
+    by_command = Run(config)
+    by_command.run()
 
     torch.manual_seed(0)
     env = make_env(config.env, 4, max_episode_steps=10)
@@ -36,12 +36,12 @@ def test_trainer_and_command_line_give_bit_equal_weights(tmp_path):
     trainer = Trainer(policy, env, PPO(config.ppo, policy), buffer_size=64, batch_size=32, quiet=True)
     assert trainer.train(total_timesteps=192)
     evaluation = trainer.evaluate(episodes=3)
-    for name, tensor in by_config.phase.model.state_dict().items():
+    for name, tensor in by_command.phase.model.state_dict().items():
         assert torch.equal(tensor, policy.state_dict()[name]), name
     assert evaluation.episodes == 3
 
 
-def test_train_again_goes_on(tmp_path):
+def test_second_call_of_train_continues(tmp_path):
     config = load_config(SMALL)
     env = make_env(config.env, 4, max_episode_steps=10)
     policy = make_policy(config.policy, env.spec, chunk=1)
@@ -52,7 +52,7 @@ def test_train_again_goes_on(tmp_path):
     assert trainer.run.phase.progress.updates == 2
 
 
-def test_a_saved_policy_comes_back_and_acts_the_same(tmp_path):
+def test_loaded_policy_acts_like_the_saved_one(tmp_path):
     run = Run(load_config(SMALL | {"output": str(tmp_path)}))
     run.run()
     loaded = load_policy(tmp_path)
@@ -62,7 +62,7 @@ def test_a_saved_policy_comes_back_and_acts_the_same(tmp_path):
     assert not loaded.training
 
 
-def test_bad_arguments_are_told():
+def test_unknown_buffer_type_is_refused():
     config = load_config(SMALL)
     env = make_env(config.env, 4)
     policy = make_policy(config.policy, env.spec, chunk=1)
@@ -71,7 +71,7 @@ def test_bad_arguments_are_told():
         trainer.train(10)
 
 
-def test_names_are_loaded_on_use_and_unknown_ones_are_told():
+def test_unknown_name_of_the_package_is_refused():
     import sparring
 
     with pytest.raises(AttributeError, match="it offers Trainer"):
@@ -86,7 +86,7 @@ def test_every_example_runs(example, tmp_path):
     assert "first actions:" in done.stdout and (tmp_path / "out" / "config.yaml").exists()
 
 
-def test_a_trainer_with_a_folder_may_be_asked_for_more_and_is_evaluated_alike(tmp_path):
+def test_trainer_with_a_run_folder_continues_and_saves_its_config(tmp_path):
     config = load_config(SMALL)
     env = make_env(config.env, 4, max_episode_steps=10)
     policy = make_policy(config.policy, env.spec, chunk=1)
@@ -97,7 +97,7 @@ def test_a_trainer_with_a_folder_may_be_asked_for_more_and_is_evaluated_alike(tm
     assert saved.training.total_timesteps == 192 and saved.rollout.max_episode_steps == 10
 
 
-def test_a_folder_needs_parts_that_can_be_made_again(tmp_path):
+def test_run_folder_needs_env_and_policy_with_configs(tmp_path):
     from doubles import LinearPolicy, counting_env
 
     policy = LinearPolicy()
@@ -105,7 +105,7 @@ def test_a_folder_needs_parts_that_can_be_made_again(tmp_path):
         Trainer(policy, counting_env(), PPO(load_config(SMALL).ppo, policy), output=tmp_path)
 
 
-def test_evaluating_a_checkpoint_refuses_what_was_decided_in_training(tmp_path):
+def test_evaluate_checkpoint_refuses_settings_fixed_by_training(tmp_path):
     from sparring.config.text import Setting
     from sparring.evaluation.of_run import evaluate_checkpoint
 
@@ -121,13 +121,13 @@ def test_evaluating_a_checkpoint_refuses_what_was_decided_in_training(tmp_path):
     assert list(evaluation.scores["policy"]) == ["reach_d1"]
 
 
-def test_grpo_by_the_trainer_and_by_the_command_line_give_bit_equal_weights(tmp_path):
+def test_trainer_and_command_line_give_bit_equal_weights_with_grpo(tmp_path):
     rollout = {"n_envs": 4, "max_episode_steps": 5, "n_episodes_per_batch": 8, "group_size": 2, "render_episodes": 0}
     grpo = {"mini_batch_size": 16, "epochs": 2}
     training = {"total_timesteps": 80}
     config = load_config({"algorithm": "grpo", "rollout": rollout, "grpo": grpo, "training": training})
-    by_config = Run(config, folder=False, quiet=True)
-    by_config.run()
+    by_command = Run(config, folder=False, quiet=True)
+    by_command.run()
 
     torch.manual_seed(0)
     env = make_env(config.env, 4, max_episode_steps=5, group_size=2)
@@ -135,7 +135,7 @@ def test_grpo_by_the_trainer_and_by_the_command_line_give_bit_equal_weights(tmp_
     algorithm = GRPO(config.grpo, policy)
     trainer = Trainer(policy, env, algorithm, output=tmp_path / "run", quiet=True, episodes_per_batch=8)
     assert trainer.train(total_timesteps=80)
-    for name, tensor in by_config.phase.model.state_dict().items():
+    for name, tensor in by_command.phase.model.state_dict().items():
         assert torch.equal(tensor, policy.state_dict()[name]), name
     saved = load_config(tmp_path / "run" / "config.yaml")
     assert saved.algorithm == "grpo" and saved.grpo.epochs == 2 and saved.rollout.group_size == 2
@@ -149,27 +149,27 @@ def small_trainer(config, seed: int = 0, algorithm=PPO, **settings) -> Trainer:
 
 
 @pytest.mark.usefixtures("forked")
-def test_asynchronous_training_starts_from_the_policy_given_and_goes_on():
+def test_async_training_starts_from_the_given_policy_and_continues():
     config = load_config(SMALL)
-    in_turns = small_trainer(config)
-    # in async mode as well, where nothing may be behind: the same numbers from the same first weights
-    at_once = small_trainer(config, mode="async", staleness=0)
+    sync = small_trainer(config)
+    # async mode with staleness 0 gives the same numbers from the same initial weights
+    asynchronous = small_trainer(config, mode="async", staleness=0)
     for total_timesteps in (128, 256):
-        assert in_turns.train(total_timesteps) and at_once.train(total_timesteps)
-        for name, tensor in in_turns.policy.state_dict().items():
-            assert torch.equal(tensor, at_once.policy.state_dict()[name]), name
-    assert isinstance(at_once.run.phase.env, RemoteEnv) and not at_once.algorithm.off_policy.expected
-    assert at_once.run.phase.progress.updates == 3 and at_once.evaluate(episodes=2).episodes == 2
-    process = at_once.run.phase.env.actor.child.process
+        assert sync.train(total_timesteps) and asynchronous.train(total_timesteps)
+        for name, tensor in sync.policy.state_dict().items():
+            assert torch.equal(tensor, asynchronous.policy.state_dict()[name]), name
+    assert isinstance(asynchronous.run.phase.env, RemoteEnv) and not asynchronous.algorithm.off_policy.expected
+    assert asynchronous.run.phase.progress.updates == 3 and asynchronous.evaluate(episodes=2).episodes == 2
+    process = asynchronous.run.phase.env.actor.child.process
     assert process.poll() is None
-    at_once.close(), in_turns.close()
-    assert process.poll() is not None and in_turns.train(257)
+    asynchronous.close(), sync.close()
+    assert process.poll() is not None and sync.train(257)
     with pytest.raises(UserError, match="was closed"):
-        at_once.train(512)
+        asynchronous.train(512)
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_buffer_vla_is_the_asynchronous_mode_unless_a_mode_is_given(tmp_path):
+def test_buffer_type_vla_selects_async_mode_unless_a_mode_is_given(tmp_path):
     config = load_config(SMALL)
     trainer = small_trainer(config, buffer_type="vla", output=tmp_path)
     assert trainer.train(256)
@@ -177,13 +177,13 @@ def test_the_buffer_vla_is_the_asynchronous_mode_unless_a_mode_is_given(tmp_path
     assert isinstance(trainer.run.phase.collector, RemoteCollector) and trainer.algorithm.off_policy.expected
     saved = load_config(tmp_path / "config.yaml")
     assert (saved.rollout.mode, saved.rollout.staleness, saved.buffer.type) == ("async", 1, "vla")
-    # what the actor process says from its start on
+    # the actor process writes its log from its start
     assert "made robots 0 to" in next((tmp_path / "logs/env").iterdir()).read_text()
     ring = small_trainer(config, buffer_type="vla", mode="sync")
     assert ring.train(64) and isinstance(ring.run.phase.buffer, VLABuffer)
 
 
-def test_what_the_collecting_process_cannot_make_again_is_refused():
+def test_async_mode_refuses_parts_that_the_actor_process_cannot_create():
     from doubles import LinearPolicy, counting_env
 
     config = load_config(SMALL)
@@ -204,7 +204,7 @@ def test_what_the_collecting_process_cannot_make_again_is_refused():
     assert Trainer(policy, env, algorithm, buffer_type="vla", mode="sync").settings["rollout"]["mode"] == "sync"
 
 
-def test_grpo_without_groups_and_both_kinds_of_batches_are_told():
+def test_grpo_without_groups_and_two_batch_kinds_are_refused():
     config = load_config(SMALL)
     env = make_env(config.env, 4)
     policy = make_policy(config.policy, env.spec, chunk=1)
@@ -215,9 +215,9 @@ def test_grpo_without_groups_and_both_kinds_of_batches_are_told():
 
 
 class GentlePPO(PPO):
-    """Of one's own: it takes PPO's settings."""
+    """A user's subclass."""
 
 
-def test_a_subclass_takes_the_settings_of_ppo():
+def test_subclass_of_ppo_takes_its_settings():
     config = load_config({"algorithm": "test_api:GentlePPO", "algorithm_config": {"gamma": 0.5}})
     assert config.algorithm_section.gamma == 0.5 and config.algorithm_section.clip_ratio == 0.2

@@ -1,4 +1,4 @@
-"""Every documented command is run, every link and file named in the docs exists."""
+"""Runs every documented command; checks that every link and file named in the docs exists."""
 
 import argparse
 import json
@@ -25,18 +25,18 @@ from sparring.runs.summary import _next_commands as next_commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *ROOT.glob("benchmarks/*.md")])
-# but not those that the site makes of others
+# except pages that the site generator creates
 PAGES += sorted(page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "_generated")
 TINY = ["rollout.steps=8", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1", "imitate.steps_per_update=2"]
 TINY += ["teacher.gradient_steps=2", "adversarial.wm_updates_per_iter=2", "adversarial.warmup_steps=0", "env.threads=1"]
 
 
-# a word of commands -> the package that they need, which the tests' extras leave out
+# a part of a command -> the package that it needs, which is not among the test extras
 NEEDS = {"LunarLander": "Box2D", "CarRacing": "Box2D", "HalfCheetah": "imageio", "_robotics": "gymnasium_robotics"}
 
 
 def documented_commands() -> list[str]:
-    """Lines that begin with `sparring` in bash blocks of every page, and what quickstart.sh trains, each once."""
+    """Lines that begin with `sparring` in bash blocks of all pages, and quickstart.sh's training, without repeats."""
     trains = re.findall(r"^sparring train .*", (ROOT / "quickstart.sh").read_text(), re.M)
     found = {line.removesuffix(' "$@"'): "quickstart.sh" for line in trains}
     for page in PAGES:
@@ -48,16 +48,16 @@ def documented_commands() -> list[str]:
 
 
 def saved_files(page: Path) -> dict[str, str]:
-    """Name and text of the files that a page asks its reader to save."""
+    """Name and text of the files that readers of a page save."""
     return dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", page.read_text(), re.S))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run to point at, in a folder like a user's."""
+    """A user's folder with the runs, demonstrations and files that the documented commands refer to."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "configs").symlink_to(ROOT / "configs")
-    # a pretrained model, and the one that a page shows
+    # a pretrained model, and the example model of a page
     (folder / "examples").symlink_to(ROOT / "examples")
     # test_vla.py runs the example as users do
     with pytest.MonkeyPatch.context() as patch:
@@ -87,17 +87,17 @@ def trained(tmp_path_factory):
         )
         == 0
     )
-    # and a world model
+    # a world model
     words = ["train", "teacher", *TINY, "training.iterations=1", "evaluation.episodes=2", "rollout.n_envs=2"]
-    # which has learned more than tokens
+    # one tokenizer step, so that the second gradient step trains the predictor
     words.append("world_model.tokenizer_steps=1")
     assert main([*words, "--output", str(folder / "outputs/teacher_rl")]) == 0
     (folder / "outputs/reach_wm").symlink_to("teacher_rl")
-    # and its explorer
+    # an explorer for that world model
     words = ["train", "student", *TINY, "training.iterations=1", "evaluation.episodes=2", "rollout.n_envs=2"]
     words += ["--teacher_path", str(folder / "outputs/teacher_rl"), "rollout.render_episodes=0"]
     assert main([*words, "--output", str(folder / "outputs/student_rl")]) == 0
-    # and demonstrations, by the command that the docs begin with
+    # demonstrations, by the first command of the docs
     demos = ["demos", "lift_d0", "--noise", "0.1", "--episodes", "2", "env.threads=1"]
     assert main([*demos, "--output", str(folder / "outputs/demos/lift_d0")]) == 0
     for colour in ("red", "blue", "green"):
@@ -105,17 +105,17 @@ def trained(tmp_path_factory):
         assert main([*demos, "--output", str(folder / f"outputs/demos/pick_{colour}_d0")]) == 0
     demos = ["demos", "lift_d0", "--episodes", "2", "env.threads=1", "env.control_mode=delta_ee_pos"]
     assert main([*demos, "--output", str(folder / "outputs/demos/lift_d0_ee")]) == 0
-    # and what came of imitating them
+    # a policy trained on them by imitation
     words = ["train", "imitate", f"imitate.demos={folder}/outputs/demos/lift_d0", *TINY, "training.iterations=1"]
     words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]
     assert main([*words, "--output", str(folder / "outputs/imitate_rl")]) == 0
     (folder / "outputs/from_state").symlink_to("imitate_rl")
-    # each example of a page has a folder of its own
+    # each example of a page uses a separate folder
     for name in ("lift_25", "lift_vla"):
         shutil.copytree(folder / "outputs/demos/lift_d0", folder / "outputs/demos" / name)
     for name, options in (
         ("lift_20", ["lift_d0"]),
-        ("stack_10", ["stack_d0"]),
+        ("stack_10", ["stack_d0", "--control-mode", "delta_ee_pos"]),
         ("stack_d0", ["stack_d0", "--control-mode", "delta_ee_pos"]),
     ):
         demos = ["demos", *options, "--episodes", "2", "env.threads=1"]
@@ -125,12 +125,12 @@ def trained(tmp_path_factory):
     shutil.copytree(folder / "outputs/finetune_rl", folder / "outputs/lift_finetuned")
     flow = ["policy.name=flow", "policy.width=32", "policy.image_features=8", "policy.channels=[4,4]"]
     assert main([*words, *flow, "--output", str(folder / "outputs/flow")]) == 0
-    tutorials_outputs(folder)
+    write_tutorial_outputs(folder)
     return folder
 
 
-def tutorials_outputs(folder: Path) -> None:
-    """What the tutorials' commands leave: runs of their own where only those fit, else copies of the runs above."""
+def write_tutorial_outputs(folder: Path) -> None:
+    """The outputs of the tutorials' commands: new runs if needed, else copies of the runs above."""
     outputs = folder / "outputs"
     short = [*TINY, "training.iterations=1", "evaluation.episodes=2", "evaluation.baseline=false"]
     short += ["rollout.n_envs=2", "rollout.render_episodes=0"]
@@ -150,12 +150,12 @@ def tutorials_outputs(folder: Path) -> None:
 
 
 def run_small(command: str, capsys) -> None:
-    """In the folder of `trained`, at a size that takes no time."""
+    """Run a command in the folder of `trained`, at the smallest size."""
     words = shlex.split(command)[1:]
     for word, package in NEEDS.items():
         if word in command and not find_spec(package):
             pytest.skip(f"no {package}")
-    if words[0] == "watch":  # it would not end; test_watch.py serves
+    if words[0] == "watch":  # it would not end; test_watch.py tests it
         assert build_parser().parse_args(words).runs
         return
     if words[0] == "train":
@@ -169,7 +169,7 @@ def run_small(command: str, capsys) -> None:
         if "--gpus" in words:  # launched processes are tested in test_distributed.py
             at = words.index("--gpus")
             del words[at : at + 2]
-    # what a run of the usual length leaves; `trained` is shorter
+    # the docs name checkpoints of longer runs than `trained`
     words = [re.sub(r"/checkpoint-[25]0$", "/checkpoint-1", word) for word in words]
     if words[:2] == ["check", "vla"]:
         words += TINY
@@ -198,7 +198,7 @@ def test_documented_command(command, trained, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("phase", ["finetune", "imitate", "teacher", "student"])
-def test_what_a_run_recommends_at_its_end_works(phase, trained, monkeypatch, capsys):
+def test_commands_that_a_finished_run_prints_work(phase, trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     commands = next_commands(load_config(f"outputs/{phase}_rl/config.yaml"))
     assert len(commands) == 3
@@ -206,7 +206,7 @@ def test_what_a_run_recommends_at_its_end_works(phase, trained, monkeypatch, cap
         run_small(command, capsys)
 
 
-def test_there_are_commands_to_run():
+def test_documented_commands_are_found():
     commands = documented_commands()
     assert len(commands) >= 12
     assert {command.split()[1] for command in commands} >= {
@@ -214,13 +214,13 @@ def test_there_are_commands_to_run():
     }
 
 
-def test_every_command_has_its_place_on_the_page():
+def test_every_command_is_on_the_commands_page():
     page = (ROOT / "docs/commands.md").read_text()
     (commands,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert [command for command in commands.choices if f"`{command}`" not in page] == []
 
 
-def test_embodichains_config_is_accepted_as_it_is(tmp_path, capsys):
+def test_embodichain_config_is_accepted_unchanged(tmp_path, capsys):
     (tmp_path / "my_config.json").write_text("""{
       "trainer": {
         "buffer_size": 2048,
@@ -250,12 +250,12 @@ def test_the_architecture_page_names_files_and_folders_that_exist():
     assert sum(map(int, re.findall(r"^\| \[.*\) \| (\d+) \|", page, re.M))) == 60
 
 
-def test_the_picture_of_an_update_is_what_its_script_draws():
+def test_image_of_an_update_equals_its_scripts_output():
     drawn = runpy.run_path(str(ROOT / "docs/images/update.py"))["draw"]()
     assert drawn == (ROOT / "docs/images/update.svg").read_text()
 
 
-def test_links_and_pictures_exist():
+def test_links_and_images_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
@@ -264,7 +264,7 @@ def test_links_and_pictures_exist():
 
 @pytest.mark.parametrize("phase", ["finetune", "teacher", "student", "imitate"])
 def test_metrics_that_a_run_writes_are_explained(trained, phase):
-    """docs/metrics.md explains what is in the table (test_metrics.py); adversarial is looked at in its own tests."""
+    """docs/metrics.md lists every name of the table (test_metrics.py); test_adversarial.py checks that phase."""
     folder = trained / f"outputs/{phase}_rl"
     (line,) = map(json.loads, (folder / "episode_metrics.jsonl").read_text().splitlines())
     assert not unexplained(line) and set(FLAT) <= line.keys()
@@ -274,8 +274,8 @@ def test_metrics_that_a_run_writes_are_explained(trained, phase):
     assert f"eval/{names[phase]}" in found and evaluation["update"] == 1
 
 
-def test_the_readmes_show_the_same_in_both_languages():
-    """Commands, what they print, links and figures; comments and words are in the reader's language."""
+def test_both_readmes_have_the_same_commands_links_and_numbers():
+    """Commands, their output, links and figures; comments and prose are translated."""
     english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
     pages = [page.replace("README.zh.md", "README.md") for page in (english, chinese)]
     blocks = [re.sub(r" +# .*", "", "".join(re.findall(r"```(.*?)```", page, re.S))) for page in pages]
@@ -292,12 +292,12 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 
 
-def test_the_snippets_about_data_run_as_they_stand(tmp_path, monkeypatch):
+def test_data_snippets_run_unchanged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     code = "\n".join(snippets("docs/data.md"))
     exec(compile(code, "docs/data.md", "exec"), names)
-    # every public name of storage is shown, but for what has a page of its own
+    # the page shows every public name of sparring.data, except one that has a separate page
     missing = set(sparring.data.__all__) - names.keys()
     assert missing == {"Demonstrations"}
     assert len(names["store"]) >= 16 and names["store"].episode(0).batch_size == (20,)
@@ -306,7 +306,7 @@ def test_the_snippets_about_data_run_as_they_stand(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", ["docs/metrics.md", "docs/outputs.md"])
-def test_the_snippets_about_metrics_run_as_they_stand(page, trained, monkeypatch, capsys):
+def test_metrics_snippets_run_unchanged(page, trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     for code in snippets(page):
         if "pandas" not in code or find_spec("pandas"):
@@ -318,7 +318,7 @@ def test_the_snippets_about_metrics_run_as_they_stand(page, trained, monkeypatch
             assert subprocess.run(command + file, shell=True, capture_output=True, check=True).stdout
 
 
-def test_the_snippet_that_reads_demonstrations_runs_as_it_stands(trained, monkeypatch):
+def test_demonstration_snippet_runs(trained, monkeypatch):
     monkeypatch.chdir(trained)
     (code,) = [code for code in snippets("docs/demonstrations.md") if "sparring.data" in code]
     names: dict = {}
@@ -327,7 +327,7 @@ def test_the_snippet_that_reads_demonstrations_runs_as_it_stands(trained, monkey
     assert names["episode"]["next", "done"][-1]
 
 
-def test_the_policy_of_the_docs_passes_the_check_and_trains(tmp_path, monkeypatch, capsys):
+def test_policy_of_the_docs_passes_the_check(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs/extending.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "class Linear(Policy)" in block)
     (tmp_path / "docs_models.py").write_text(code)
@@ -336,7 +336,7 @@ def test_the_policy_of_the_docs_passes_the_check_and_trains(tmp_path, monkeypatc
     assert "ok    act and evaluate" in capsys.readouterr().out
 
 
-# a change to a file of docs/tutorials/own_env.md or own_vla.md -> words of the error that the page explains
+# a change to a file of docs/tutorials/own_env.md or own_vla.md -> part of the error that the page explains
 MISTAKES = [
     ("planar_reach.py", "(8,)", "(6,)", "has shape (8,)"),
     ("planar_reach.py", "super().reset(seed=seed)", "self.np_random = np.random.default_rng()", "the same seed"),
@@ -356,8 +356,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("file, right, wrong, words", MISTAKES)
-def test_the_mistakes_that_the_tutorials_explain(file, right, wrong, words, tmp_path, monkeypatch, capsys):
-    """Each changed line of a tutorial's file makes `sparring check` say what its page says."""
+def test_mistakes_that_the_tutorials_explain_are_reported(file, right, wrong, words, tmp_path, monkeypatch, capsys):
+    """Each changed line of a tutorial's file makes `sparring check` print the error that the page explains."""
     page = ROOT / "docs/tutorials" / ("own_vla.md" if file == "tiny_vla.py" else "own_env.md")
     text = saved_files(page)[file]
     assert right in text
@@ -375,8 +375,8 @@ def test_the_mistakes_that_the_tutorials_explain(file, right, wrong, words, tmp_
     assert words in shown.out + shown.err
 
 
-def test_the_two_versions_of_the_tutorials_env_are_the_same(tmp_path, monkeypatch):
-    """The gymnasium env and the Backend, with chunks of 3: the same numbers from the same seeds and actions."""
+def test_both_envs_of_the_tutorial_are_equivalent(tmp_path, monkeypatch):
+    """gymnasium env and Backend, in chunks of 3: equal observations and rewards for equal seeds and actions."""
     for name, text in saved_files(ROOT / "docs/tutorials/own_env.md").items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""The package stays one that others can move into: few files, none too long or short, few names, types."""
+"""The package stays within its budgets: number of files, lines per file, public names; and parameters have types."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 FILES = sorted(SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LINES = {path: len(path.read_text().splitlines()) for path in FILES}
-# what the restructuring was held to, and what a feature may have added since: (lines, public names)
+# the limits of the restructuring, and what later features added: (lines, public names)
 BUDGET = {"the restructured package": (28_000, 450), "verified files, trusted code, no hangs, a guard": (2_900, 45)}
 TYPED = {"config", "spec", "env", "policy"}
 
@@ -24,7 +24,7 @@ def is_private(name: str) -> bool:
 
 
 def borrowed(tree: ast.AST) -> list[str]:
-    """Private names that a module imports from another, or reads off a module of ours that it imported."""
+    """Private names that a module imports from another, or reads from a module of the package that it imported."""
     modules, found = set(), []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sparring"):
@@ -48,7 +48,7 @@ def public_names(tree: ast.Module) -> list[str]:
 
 
 def untyped(tree: ast.AST) -> list[str]:
-    """Parameters that everybody passes around, without a type."""
+    """Functions with a parameter of TYPED that has no annotation."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -59,28 +59,28 @@ def untyped(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_module_uses_what_is_private_to_another(path):
+def test_no_module_uses_private_names_of_another(path):
     assert borrowed(TREES[path]) == []
 
 
-def test_private_names_of_others_are_found():
+def test_use_of_private_names_is_found():
     code = "from sparring.runs.run import _x\nfrom sparring.envs import gym\ngym._y\ngym.z\n"
     code += "from sparring import __version__"
     assert borrowed(ast.parse(code)) == ["line 1: sparring.runs.run._x", "line 3: gym._y"]
 
 
-def test_there_are_few_files_and_lines():
+def test_number_of_files_and_lines_is_within_budget():
     assert len(FILES) <= 195
     assert sum(LINES.values()) <= sum(lines for lines, _ in BUDGET.values())
 
 
-def test_no_file_is_too_long_or_too_short():
+def test_length_of_every_file_is_within_budget():
     assert {name_of(path): lines for path, lines in LINES.items() if lines > 450} == {}
     small = {name_of(p): n for p, n in LINES.items() if n < 40 and p.parent != SOURCE and p.name != "__init__.py"}
     assert small == {}
 
 
-def test_there_are_few_public_names():
+def test_number_of_public_names_is_within_budget():
     names = {name_of(path): public_names(tree) for path, tree in TREES.items()}
     by_package: dict[str, int] = {}
     for file, found in names.items():
@@ -88,14 +88,14 @@ def test_there_are_few_public_names():
     assert sum(by_package.values()) <= sum(names for _, names in BUDGET.values()), by_package
 
 
-def test_what_everybody_passes_around_has_a_type():
+def test_common_parameters_are_annotated():
     bare = {name_of(path): found for path, tree in TREES.items() if (found := untyped(tree))}
     listed = "\n".join(f"{file}: {'; '.join(found)}" for file, found in bare.items())
     assert not bare, f"\n{listed}"
 
 
 class Worker:
-    """What xdist's scheduler needs of a test process."""
+    """The attributes of a test process that xdist's scheduler uses."""
 
     id, shutting_down = "", False
 
@@ -106,7 +106,7 @@ class Worker:
         self.sent += numbers
 
 
-def test_tests_of_a_module_and_timed_ones_stay_in_one_process():
+def test_tests_of_a_module_and_timed_modules_stay_in_one_process():
     import conftest
 
     config = SimpleNamespace(getvalue=lambda option: ["popen", "popen"], option=SimpleNamespace())

@@ -1,4 +1,4 @@
-"""What is light stays light: imports are measured in processes of their own."""
+"""Imports of light commands and modules stay light; each is measured in a new process."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ HEAVY = ("torch", "tensordict", "mujoco", "numba", "gymnasium", "numpy", "pydant
 
 
 def loaded_after(code: str) -> set[str]:
-    """Which heavy packages are loaded once `code` has run."""
+    """The heavy packages that are loaded after `code` has run."""
     report = f"\nimport sys; print('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code + report], env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -73,7 +73,7 @@ def test_importing_the_package_is_fast_and_loads_nothing():
         "config gym",
     ],
 )
-def test_commands_that_only_talk_load_no_torch(program, allowed):
+def test_commands_without_computation_load_no_torch(program, allowed):
     loaded = loaded_after(program)
     assert "torch" not in loaded
     assert loaded <= allowed
@@ -83,7 +83,7 @@ def test_commands_that_only_talk_load_no_torch(program, allowed):
     "module",
     ["worker_main", "gym", "gym_batch", "backend", "configs", "registered", "tabletop.backend"],
 )
-def test_what_runs_in_env_workers_loads_no_torch(module):
+def test_modules_of_env_workers_load_no_torch(module):
     assert {"torch", "tensordict"} & loaded_after(f"import sparring.envs.{module}") == set()
 
 
@@ -105,14 +105,14 @@ def test_registering_the_tasks_loads_no_simulator():
     assert "mujoco" not in loaded_after("import gymnasium, sparring; assert 'sparring/lift_d0' in gymnasium.registry")
 
 
-def test_names_of_the_package_are_loaded_when_used():
+def test_names_of_the_package_are_loaded_on_first_use():
     code = "import sparring\nfrom sparring import load_config\nassert load_config().seed == 0\n"
     code += "try: sparring.nothing\nexcept AttributeError as e: assert \"has no attribute 'nothing'\" in str(e)\n"
     code += "else: raise SystemExit('no error')"
     assert "torch" not in loaded_after(code)
 
 
-def test_names_of_storage_are_loaded_when_used():
+def test_names_of_sparring_data_are_loaded_on_first_use():
     code = "import sparring.data\nassert 'EpisodeStore' in dir(sparring.data)\n"
     code += "try: sparring.data.nothing\nexcept AttributeError as e: assert 'it offers BatchBuilder, ' in str(e)\n"
     code += "else: raise SystemExit('no error')"

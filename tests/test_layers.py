@@ -1,4 +1,4 @@
-"""A lower layer never imports a higher one, inside functions neither. New modules are listed here, on purpose."""
+"""A lower layer never imports a higher one, not even inside functions. New modules must be listed here."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
-# a part is a module, or a package with all that is in it; the longest name that fits decides
+# a part is a module, or a package with all its modules; the longest matching name decides
 LAYERS = [
     {
         "contract",
@@ -40,7 +40,7 @@ LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in part
 
 
 def part_of(module: str) -> str | None:
-    """The longest listed name that `module` is or lies in."""
+    """The longest listed name that is `module` or contains it."""
     names = module.split(".")
     return next((part for n in range(len(names), 0, -1) if (part := ".".join(names[:n])) in LAYER_OF), None)
 
@@ -50,7 +50,7 @@ def modules():
 
 
 def imported(tree: ast.AST, package: str) -> list[tuple[int, str]]:
-    """(line, dotted module below sparring) of every import of ours, wherever it stands, but for type checkers' own."""
+    """(line, dotted module below sparring) of every import of the package, except below `if TYPE_CHECKING:`."""
     found = []
     for node in executed(tree):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def imported(tree: ast.AST, package: str) -> list[tuple[int, str]]:
 
 
 def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those below `if TYPE_CHECKING:`: what only names a type may look up."""
+    """All nodes except those below `if TYPE_CHECKING:`: annotations may name higher layers."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
             yield node
@@ -72,7 +72,7 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_light(module: str, target: str) -> bool:
-    """A config, or in the package of `module`."""
+    """Whether `target` is a config or in the package of `module`."""
     return target.endswith(("configs", "config")) or target.partition(".")[0] == module.partition(".")[0]
 
 
@@ -96,22 +96,22 @@ def violations(module: str, tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("module", modules(), ids=str)
-def test_imports_go_down(module):
+def test_imports_go_to_lower_layers(module):
     name = ".".join(module.parts).removesuffix(".__init__")
     if name == "__init__":
-        return  # its names are loaded when first used
+        return  # its names are loaded on first use
     assert part_of(name), f"'{name}' is in no layer; add it to LAYERS in test_layers.py, as low as it can be"
     tree = ast.parse((SOURCE / module).with_suffix(".py").read_text())
     assert violations(name, tree) == []
 
 
-def test_the_package_itself_imports_nothing_of_ours():
+def test_package_init_imports_no_module_of_the_package():
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     assert imported(tree, "sparring") == []
 
 
 @pytest.mark.parametrize(
-    ("module", "code", "said"),
+    ("module", "code", "message"),
     [
         ("envs.env", "from sparring.runs.run import Run", "line 1 imports 'runs.run' of layer 6, but is in layer 2; "),
         ("data.x", "def f():\n  import sparring.cli.main", "line 2 imports 'cli.main' of layer 7, but is in layer 2; "),
@@ -120,19 +120,19 @@ def test_the_package_itself_imports_nothing_of_ours():
         ("collect.configs", "from sparring.envs.env import X", "line 1 imports 'envs.env'; a configs.py "),
     ],
 )
-def test_a_violation_is_found(module, code, said):
+def test_violation_is_found(module, code, message):
     (found,) = violations(module, ast.parse(code))
-    assert found.startswith(said)
+    assert found.startswith(message)
 
 
-def test_types_may_be_named_from_below():
+def test_imports_for_type_checking_may_go_up():
     code = "if TYPE_CHECKING:\n  from sparring.config.schema import Config\n"
     assert violations("envs.env", ast.parse(code)) == []
     assert violations("envs.env", ast.parse(code + "from sparring.config.schema import Config")) != []
 
 
-def test_heavy_libraries_are_imported_in_one_place_each():
-    """accelerate only in distributed.py; simulators nowhere at the top of a module that the parent imports."""
+def test_accelerate_is_imported_in_one_module():
+    """Only distributed.py imports accelerate."""
     users = {str(m) for m in modules() if "accelerate" in top_level_names((SOURCE / m).with_suffix(".py"), deep=True)}
     assert users == {"processes/distributed"}
 

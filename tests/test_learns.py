@@ -1,10 +1,10 @@
-"""The built-in task is learned, in seconds, by the defaults."""
+"""Default settings learn the built-in task in seconds."""
 
 from sparring.config.schema import load_config
 from sparring.runs.run import Run
 
 
-def test_reach_d0_is_learned_and_random_is_not(tmp_path):
+def test_policy_learns_reach_d0_and_random_actions_fail(tmp_path):
     config = load_config(
         {
             "output": str(tmp_path),

@@ -4,7 +4,7 @@ import torch
 from sparring.noise import keyed_uniform
 
 
-def test_a_number_is_a_function_of_its_key_alone():
+def test_number_depends_on_its_key_only():
     whole = keyed_uniform(3, np.arange(6), np.arange(10), 4)
     part = keyed_uniform(3, np.array([5, 2]), np.array([7]), 4)
     assert np.array_equal(part[0], whole[7, [5, 2]])
@@ -18,7 +18,7 @@ def test_keys_do_not_collide_or_mirror_each_other():
     assert not np.array_equal(keyed_uniform(0, [1], [2], 8), keyed_uniform(1, [1], [2], 8))
 
 
-def test_uniform_inside_the_open_interval_and_normal_after_the_inverse():
+def test_numbers_are_uniform_and_normal_after_the_inverse():
     numbers = keyed_uniform(1, np.arange(100), np.arange(100), 20)
     assert numbers.dtype == np.float32 and numbers.min() > 0 and numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.003 and abs(numbers.std() - 12**-0.5) < 0.003

@@ -30,13 +30,13 @@ def test_identity_before_data_and_clipped_after():
     assert normalizer(torch.tensor([[100.0]])).item() == 2.0
 
 
-def test_a_constant_input_is_not_blown_up():
+def test_constant_input_is_not_amplified():
     normalizer = RunningNormalizer(1)
     normalizer.update(torch.full((10, 1), 5.0))
     assert abs(normalizer(torch.tensor([[5.001]])).item()) < 0.01
 
 
-def test_statistics_travel_with_the_weights():
+def test_state_dict_contains_the_statistics():
     first, second = RunningNormalizer(2), RunningNormalizer(2)
     first.update(torch.randn(50, 2) * 3 + 1)
     second.load_state_dict(first.state_dict())
@@ -45,10 +45,10 @@ def test_statistics_travel_with_the_weights():
 
 
 @pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantile"])
-@pytest.mark.parametrize("seen", [False, True], ids=["actions", "state"])
-def test_fitted_in_every_mode_the_inverse_gives_back_what_was_there(mode, seen):
+@pytest.mark.parametrize("running", [False, True], ids=["actions", "state"])
+def test_inverse_restores_the_input_in_every_mode(mode, running):
     rows = np.random.default_rng(0).normal([3.0, -0.2, 5.0], [2.0, 0.01, 0.0], (1000, 3)).astype(np.float32)
-    normalizer = RunningNormalizer(3) if seen else Normalizer(3)
+    normalizer = RunningNormalizer(3) if running else Normalizer(3)
     normalizer.fit(number_statistics(rows), mode)
     x = torch.from_numpy(rows)
     y = normalizer(x)
@@ -66,32 +66,32 @@ def test_fitted_in_every_mode_the_inverse_gives_back_what_was_there(mode, seen):
 
 
 @pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantile"])
-@pytest.mark.parametrize("of_actions", ["mean_std", "min_max"])
-def test_what_is_seen_and_what_is_done_are_scaled_each_in_its_way(mode, of_actions):
+@pytest.mark.parametrize("action_mode", ["mean_std", "min_max"])
+def test_observations_and_actions_have_separate_modes(mode, action_mode):
     statistics = number_statistics(np.random.default_rng(1).exponential(1.0, (500, 2)))
     state, privileged, action = RunningNormalizer(2), RunningNormalizer(2), Normalizer(2)
     names = ("observation/state", "observation/privileged", "action")
     policy = Policy()
     policy._normalizers = lambda: dict(zip(names, (state, privileged, action), strict=True))
-    policy.fit_normalizers({name: statistics for name in names}, mode, of_actions)
-    expected = {name: Normalizer(2) for name in {mode, of_actions}}
+    policy.fit_normalizers({name: statistics for name in names}, mode, action_mode)
+    expected = {name: Normalizer(2) for name in {mode, action_mode}}
     for name, normalizer in expected.items():
         normalizer.fit(statistics, name)
     assert torch.equal(state.scale, expected[mode].scale) and torch.equal(privileged.shift, expected[mode].shift)
-    assert torch.equal(action.scale, expected[of_actions].scale)
-    # fitted for good: what robots see later changes nothing
+    assert torch.equal(action.scale, expected[action_mode].scale)
+    # after fit, update changes nothing
     state.update(torch.randn(50, 2) * 9)
     assert torch.equal(state.scale, expected[mode].scale)
 
 
-def test_with_a_memory_old_numbers_are_forgotten():
-    # 2 updates' worth of what was before, with spread 0 about 0, and one of new numbers: mean 2, mean square 2 * 2^2
+def test_memory_limits_the_weight_of_old_numbers():
+    # 2 updates' worth of old zeros and one of new numbers, whose mean is 6
     normalizer = RunningNormalizer(1, memory=2)
     for _ in range(5):
         normalizer.update(torch.zeros(4, 1))
     normalizer.update(torch.tensor([[4.0], [8.0], [4.0], [8.0]]))
     assert normalizer.mean.item() == pytest.approx(2.0) and normalizer.count.item() == 12
     assert normalizer.var.item() == pytest.approx((2 * 16 + 2 * 64) / 12 - 4)
-    # nothing new: nothing is forgotten
+    # an empty update changes nothing
     normalizer.update(torch.zeros(0, 1))
     assert normalizer.mean.item() == pytest.approx(2.0) and normalizer.count.item() == 12

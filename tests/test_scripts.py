@@ -1,4 +1,4 @@
-"""The shell scripts parse, and setting up fails with a reason. Nothing is installed here."""
+"""The shell scripts parse, and a failed set-up gives the reason. No test installs anything."""
 
 import os
 import re
@@ -19,7 +19,7 @@ TORCH_FROM = f"{PIP} --no-deps --index-url"
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with setup_env.sh, what it reads, and a `bin` whose stubs come first in PATH: Linux without a driver."""
+    """A folder with setup_env.sh, its inputs, and a `bin` of stubs that is first in PATH: Linux without a driver."""
     for name in ("setup_env.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
@@ -41,9 +41,9 @@ def free_disk(folder, mb):
 
 
 def python_stub(folder, name, version, then=""):
-    """Answers --version and the version test like a Python of that version; `then` handles the rest.
+    """A stub that handles --version and the version test like a Python of that version; `then` handles the rest.
 
-    What it asks of the network is kept in asked.log; only the URL in ANSWERS answers, after SLOW seconds.
+    It logs network requests in asked.log; only the URL in ANSWERS responds, after SLOW seconds.
     """
     major, minor = version.split(".")[:2]
     new_enough = 0 if (int(major), int(minor)) >= (3, 11) else 1
@@ -73,7 +73,7 @@ def test_scripts_parse_and_are_strict(script):
         assert "/home/" not in line
 
 
-def test_a_python_that_is_too_old(checkout):
+def test_python_that_is_too_old_is_refused(checkout):
     old = python_stub(checkout, "old-python", "3.8.10")
     result = set_up(checkout, PYTHON=str(old))
     assert result.returncode == 1
@@ -84,7 +84,7 @@ def test_a_python_that_is_too_old(checkout):
     assert not (checkout / ".venv").exists()
 
 
-def test_no_python_at_all(checkout):
+def test_missing_python_is_reported(checkout):
     result = set_up(checkout, PYTHON="no-such-python")
     assert result.returncode == 1
     assert result.stderr.strip() == (
@@ -92,13 +92,13 @@ def test_no_python_at_all(checkout):
     )
 
 
-def test_the_first_python_that_is_new_enough_is_taken(checkout):
+def test_first_python_that_is_new_enough_is_used(checkout):
     python_stub(checkout, "python3", "3.8.10")
     python_stub(checkout, "python3.13", "3.13.1", then="echo chosen >&2; exit 1")
     assert "chosen" in set_up(checkout).stderr
 
 
-def test_a_missing_venv_module(checkout):
+def test_missing_venv_module_is_reported(checkout):
     broken = python_stub(checkout, "python3.12", "3.12.1", then='echo "No module named venv" >&2; exit 1')
     result = set_up(checkout, PYTHON=str(broken))
     assert result.returncode == 1
@@ -112,7 +112,7 @@ def test_a_missing_venv_module(checkout):
 
 
 @pytest.mark.parametrize(("driver", "build", "needed"), [(False, "default", 3000), (True, "CUDA", 9000)])
-def test_too_little_disk(checkout, driver, build, needed):
+def test_too_little_disk_space_is_refused(checkout, driver, build, needed):
     python = python_stub(checkout, "python3.12", "3.12.1", then="exit 9")
     stub(checkout, "nvidia-smi", f"exit {0 if driver else 9}")
     free_disk(checkout, needed - 1)
@@ -127,7 +127,7 @@ def test_too_little_disk(checkout, driver, build, needed):
 
 
 def fake_python(checkout):
-    """Makes a "virtual environment" with the tested interpreter's name only; `pip` counts its calls."""
+    """A stub that creates a virtual environment with stubs only; its `pip` logs calls in pip.log."""
     then = (
         '[ "$2" = venv ] || exit 9\nmkdir -p "$3/bin"\n'
         'printf \'#!/bin/sh\\necho "$@" >> pip.log\\nexit ${PIP_FAILS:-0}\\n\' > "$3/bin/python"\n'
@@ -140,7 +140,7 @@ def lines(file):
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_a_driver_means_the_cuda_build_of_the_default_index(checkout):
+def test_driver_selects_the_cuda_build_of_the_default_index(checkout):
     stub(checkout, "nvidia-smi", '[ "$1" = -L ] && echo "GPU 0: one"')
     result = set_up(checkout, PYTHON=fake_python(checkout), ANSWERS=f"{CPU_INDEX}/torch/")
     assert "with the CUDA build of torch" in result.stdout
@@ -155,21 +155,21 @@ def test_without_a_driver_torch_comes_from_pytorchs_cpu_index(checkout):
 
 
 @pytest.mark.parametrize("slow", ["0", "30"])
-def test_an_index_that_does_not_answer_soon_is_done_without(checkout, slow):
+def test_unreachable_index_falls_back_to_the_default_index(checkout, slow):
     free_disk(checkout, 3000)
     started = time.monotonic()
     result = set_up(checkout, PYTHON=fake_python(checkout), SLOW=slow)
     assert result.returncode == 0 and time.monotonic() - started < 15
-    said = " ".join(result.stdout.split())
-    assert f"==> {CPU_INDEX} does not answer: torch comes from pip's default index, which may add CUDA" in said
+    printed = " ".join(result.stdout.split())
+    assert f"==> {CPU_INDEX} does not answer: torch comes from pip's default index, which may add CUDA" in printed
     small, large = "0.4 GB to download, 1.4 GB on the disk", "3 GB to download, 5.3 GB on the disk"
-    assert f"with the default build of torch (about a minute: {small}; some minutes with CUDA: {large})" in said
-    assert "==> only 3000 MB free on this disk, and torch with CUDA needs 9000 MB" in said
+    assert f"with the default build of torch (about a minute: {small}; some minutes with CUDA: {large})" in printed
+    assert "==> only 3000 MB free on this disk, and torch with CUDA needs 9000 MB" in printed
     assert lines(checkout / "asked.log") == [f"{CPU_INDEX}/torch/"]
     assert lines(checkout / "pip.log") == [f"{PIP} -e ."]
 
 
-def test_where_there_is_room_for_cuda_too_nothing_is_said_of_the_disk(checkout):
+def test_no_disk_warning_if_cuda_fits(checkout):
     free_disk(checkout, 9000)
     assert "free on this disk" not in set_up(checkout, PYTHON=fake_python(checkout)).stdout
 
@@ -188,14 +188,14 @@ def test_macos_has_one_build(checkout):
         ("https://here/whl/cu126", "CUDA", [f"{TORCH_FROM} https://here/whl/cu126 torch", f"{PIP} -e ."]),
     ],
 )
-def test_an_index_that_was_given_is_taken_unasked(checkout, index, build, calls):
+def test_given_index_is_used_without_a_request(checkout, index, build, calls):
     stub(checkout, "nvidia-smi", "exit 0")
     result = set_up(checkout, PYTHON=fake_python(checkout), TORCH_INDEX=index)
     assert f"with the {build} build of torch" in result.stdout
     assert lines(checkout / "pip.log") == calls and not lines(checkout / "asked.log")
 
 
-def test_an_index_without_this_torch(checkout):
+def test_index_without_this_torch_is_reported(checkout):
     result = set_up(checkout, PYTHON=fake_python(checkout), TORCH_INDEX="https://here", PIP_FAILS="1")
     assert result.returncode == 1
     assert result.stderr.strip() == (
@@ -205,7 +205,7 @@ def test_an_index_without_this_torch(checkout):
     assert len(lines(checkout / "pip.log")) == 1 and not (checkout / ".venv" / ".installed").exists()
 
 
-def test_it_installs_once_and_again_only_when_something_changed(checkout):
+def test_packages_are_installed_again_only_after_a_change(checkout):
     python = fake_python(checkout)
 
     def calls():
@@ -225,7 +225,7 @@ def test_it_installs_once_and_again_only_when_something_changed(checkout):
     assert len(calls()) == 3
 
 
-def test_a_failed_installation_is_told_and_tried_again(checkout):
+def test_failed_installation_is_reported_and_retried(checkout):
     python = fake_python(checkout)
     result = set_up(checkout, PYTHON=python, PIP_FAILS="1")
     assert result.returncode == 1
@@ -240,8 +240,8 @@ def test_this_interpreter_is_found(checkout):
     assert result.stdout.strip() == sys.executable
 
 
-def test_a_release_is_the_version_everywhere(tmp_path):
-    """And a tag that names another one is refused before anything is built."""
+def test_version_is_the_same_in_all_files_and_tags(tmp_path):
+    """release.sh refuses a tag of another version before it builds anything."""
     text = (ROOT / "src/sparring/__init__.py").read_text()
     (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.M)
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
@@ -254,8 +254,8 @@ def test_a_release_is_the_version_everywhere(tmp_path):
     assert './release.sh "$GITHUB_REF_NAME"' in workflow and 'tags: ["v*"]' in workflow
 
 
-def test_the_image_copies_what_is_there_and_not_ignored():
-    """And installs as the scripts do, from the same index."""
+def test_image_copies_existing_files_that_are_not_ignored():
+    """The image installs like the scripts, from the same index."""
     text = (ROOT / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for name in line.split()}
     allowed = set(re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.M))
@@ -264,8 +264,8 @@ def test_the_image_copies_what_is_there_and_not_ignored():
     assert f"ARG TORCH_INDEX={CPU_INDEX}\n" in text and "set_up" in text
 
 
-def test_the_quickstart_lifts_predicts_and_leaves_a_page(checkout):
-    """What it runs, with a `sparring` that only writes down its words; tests/test_docs.py runs the real one."""
+def test_quickstart_trains_a_policy_and_a_world_model_and_writes_a_report(checkout):
+    """With a `sparring` that only logs its arguments; tests/test_docs.py runs the real commands."""
     shutil.copy(ROOT / "quickstart.sh", checkout)
     stub(checkout, "sparring", 'echo "$@" >> sparring.log')
     stub(checkout, "xdg-open", "echo opened >> sparring.log")
@@ -279,7 +279,7 @@ def test_the_quickstart_lifts_predicts_and_leaves_a_page(checkout):
         "outputs/quickstart/world_model",
         "outputs/quickstart/report.html",
     )
-    # no browser is opened where nobody looks on
+    # without a terminal the script opens no browser
     assert lines(checkout / "sparring.log") == [
         f"train finetune --config configs/lift_d0.yaml training.total_timesteps=150000 --output {lift} seed=1",
         f"train teacher --config configs/quickstart.yaml --output {world_model}",

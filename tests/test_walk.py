@@ -1,4 +1,4 @@
-"""How many files a reader of a run must open: two updates of `sparring train finetune`, traced.
+"""How many files a reader of a run must open, traced in two updates of `sparring train finetune`.
 
 `PYTHONPATH=src python tests/test_walk.py` prints the files of each stretch.
 """
@@ -15,12 +15,12 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "sparring"
 COMMAND = ["train", "finetune", "--envs", "4", "rollout.steps=16", "training.iterations=2", "evaluation.episodes=4"]
 COMMAND += ["device=cpu", "threads=1", "env.threads=1", "ppo.mini_batch_size=32", "ppo.ppo_epochs=1"]
-# stretch -> the function whose calls it is, and the most files with functions that are called there for the first time
+# stretch -> its function, and the largest allowed number of files whose functions it is the first to call
 STRETCHES = {
     "all": ("main", 70),
-    # 8 were; since then a config that comes with somebody else's run is warned of (trust.py)
+    # 8, plus the warning about a config of somebody else's run (trust.py)
     "config": ("config_of", 9),
-    # 30 were the restructuring's; since then the config is signed (manifest.py) and robots are watched (heartbeat.py)
+    # 30, plus the signature of the config (manifest.py) and the watchdog of robots (heartbeat.py)
     "build": ("Run.__init__", 33),
     "collect": ("Finetune.collect", 18),
     "learn": ("Finetune.learn", 8),
@@ -28,7 +28,7 @@ STRETCHES = {
 
 
 class Tracer:
-    """A profile function that notes in which of our files functions run for the first time, imports left out."""
+    """A profile function that records the files of the package in which functions run first, without imports."""
 
     def __init__(self):
         self.files: dict[str, dict[str, list[str]]] = {stretch: {} for stretch in STRETCHES}
@@ -46,7 +46,7 @@ class Tracer:
             return
         for stretch, (function, _) in STRETCHES.items():
             self.open[stretch] += step if code.co_qualname == function else 0
-        # a reader who follows the run knows what was called before
+        # a function counts once: a reader knows it from its first call
         if event == "call" and code not in self.seen and "<" not in code.co_name:
             self.seen.add(code)
             file = str(Path(code.co_filename).relative_to(SOURCE))
@@ -77,7 +77,7 @@ def walked(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("stretch", STRETCHES)
-def test_files_passed(walked, stretch):
+def test_number_of_files_is_within_budget(walked, stretch):
     files, (_, most) = walked[stretch], STRETCHES[stretch]
     assert files, "nothing was traced: has the function of this stretch another name?"
     listed = "\n".join(f"{file}: {', '.join(names)}" for file, names in sorted(files.items()))

@@ -1,16 +1,16 @@
-"""How long does pi0 take to decide on one GPU, here and in transformers?
+"""How long does one decision of pi0 take on one GPU, in Sparring and in transformers?
 
     python benchmarks/gpu/pi0_decision.py [--batch 1 16] [--steps 10] [--rounds 20] [--no-compile] [--no-kernels]
-    python benchmarks/gpu/pi0_decision.py --quick --device cpu --no-compile     # does it work here? Tiny, not kept
+    python benchmarks/gpu/pi0_decision.py --quick --device cpu --no-compile     # checks that it runs: tiny, not stored
 
-Both have the same random weights of pi0's full size in bf16, and the same inputs: 2 cameras of 224 px, 32 text tokens,
-chunks of 50 actions, 10 denoising steps. transformers runs its own `sample_actions`, eagerly; the native VLA runs
-`ActingGraphs.sample`: kernels of our own (on Hopper GPUs) and compiled code, as one CUDA graph. Both are timed
-by CUDA events from inputs on the GPU to actions on the GPU, and medians are compared. Also told: how long the first one
-takes, which compiles, and (--parts) what its parts take.
+Both use the same random weights at pi0's full size in bf16, and the same inputs: 2 cameras of 224 px, 32 text tokens,
+chunks of 50 actions, 10 denoising steps. transformers runs its `sample_actions` in eager mode; the native VLA runs
+`ActingGraphs.sample`: custom kernels (on Hopper GPUs) and compiled code, as one CUDA graph. CUDA events time both, from
+inputs on the GPU to actions on the GPU; medians are compared. Also printed: the time of the first decision, which
+compiles, and with --parts those of its parts.
 
-Are the outputs equal? bf16 rounds differently in every kernel, so both are held against the same weights in fp32:
-ours may be at most 1.5 times as far from it as transformers'.
+The outputs must be equal within bf16, which rounds differently in every kernel: relative to the same weights in fp32,
+the error of Sparring may be at most 1.5 times that of transformers.
 """
 
 import argparse
@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import report  # noqa: E402
 
 CAMERAS, WORDS, CHUNK = 2, 32, 50
-# batch -> at most so many ms, at least so many times as fast
+# batch -> (largest milliseconds, smallest speedup)
 TARGETS = {1: (15.0, 15.0), 16: (95.0, 3.4)}
-FURTHER = 1.5
+LARGEST_ERROR_RATIO = 1.5
 
 
 def make_pi0(preset: str, device: str) -> PI0ForConditionalGeneration:
-    """Random weights, made where they will be; buffers stay in fp32."""
+    """A pi0 with random weights, created on the device; buffers stay in fp32."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -68,7 +68,7 @@ def make_inputs(native: NativeModel, batch: int, device: str) -> tuple[Inputs, t
     text = torch.arange(WORDS) < lengths[:, None]
     state = torch.randn(batch, sizes.max_state_dim, generator=generator)
     noise = torch.randn(batch, CHUNK, sizes.max_action_dim, generator=generator)
-    # noise that bf16 can tell, so that both start from the same
+    # noise that bf16 represents exactly, so that both start from the same values
     noise = noise.bfloat16().float()
     inputs = Inputs(images.bfloat16(), tokens, text, state.bfloat16())
     return Inputs(*(x.to(device) for x in inputs if x is not None)), noise.to(device)
@@ -116,7 +116,7 @@ def in_fp32(native: NativeModel, inputs: Inputs, noise: torch.Tensor, steps: int
 
 
 def distance(actions: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square, relative to that of what was changed."""
+    """Root mean square of the difference, relative to that of `exact`."""
     return float((actions.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
@@ -147,7 +147,7 @@ def measure(pi0, native: NativeModel, batch: int, args) -> dict:
 
 def judged(result: dict) -> list[str]:
     most, least = TARGETS.get(result["batch"], (float("inf"), 0.0))
-    equal = result["native_from_fp32"] <= FURTHER * result["transformers_from_fp32"]
+    equal = result["native_from_fp32"] <= LARGEST_ERROR_RATIO * result["transformers_from_fp32"]
     checks = {
         f"<= {most:g} ms": result["native_ms"] <= most,
         f">= {least:g}x": result["times_as_fast"] >= least,
@@ -163,10 +163,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="denoising steps")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-compile", action="store_true", help="CUDA graphs of single kernels")
-    parser.add_argument("--autotune", action="store_true", help="let the compiler try several kernels; minutes more")
-    parser.add_argument("--no-kernels", action="store_true", help="compiled code alone, as on other GPUs")
-    parser.add_argument("--parts", action="store_true", help="time the prefix and a denoising step alone, too")
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny sizes, any device, results not kept")
+    parser.add_argument("--autotune", action="store_true", help="let the compiler try several kernels; takes minutes")
+    parser.add_argument("--no-kernels", action="store_true", help="only compiled code, as on other GPUs")
+    parser.add_argument("--parts", action="store_true", help="also time the prefix and a denoising step")
+    parser.add_argument("--quick", action="store_true", help="check that it runs: tiny, any device, not stored")
     args = parser.parse_args()
     args.rounds = 1 if args.quick else args.rounds
     about = report.metadata() | {"device": report.device(args.device), "sizes": vars(args) | {"chunk": CHUNK}}
@@ -180,7 +180,7 @@ def main() -> None:
         results.append(result)
         print("\n".join(f"{name:24} {value}" for name, value in result.items()), flush=True)
         if not args.quick:
-            # after each: a run that is cut short leaves what it knows
+            # after each batch, so that an interrupted run keeps its results
             report.write_json(report.RESULTS / "pi0_decision.json", {"about": about, "results": results})
 
 

@@ -1,33 +1,33 @@
-"""Phase 3: does sparring teach a world model what random data does not, without it forgetting that?
+"""Phase 3: does training both against each other improve the world model, and does it forget random data?
 
     python benchmarks/phases/teacher.py --seed 0               # first, the world model,
     python benchmarks/phases/student.py --seed 0               # and the explorer
     python benchmarks/phases/adversarial.py --seed 0
-    python benchmarks/phases/adversarial.py --seed 0 --minutes 5       # again to go on
+    python benchmarks/phases/adversarial.py --seed 0 --minutes 5       # repeat the command to resume
     python benchmarks/phases/adversarial.py --summary
 
-From the same teacher two runs of the same length: `sparring`, and `noise`, which is alike in all (updates, windows,
-episodes) but for who acts: random actions like those that taught the teacher, in scenes that it has not seen. One
-process computes on one thread, each run for at most --minutes of CPU.
+Two runs of the same length start from the same teacher: `sparring`, and `noise`, which differs only in its actions:
+random ones like those that trained the teacher, in new scenes (updates, windows and episodes are equal). One process
+computes on one thread, each run for at most --minutes of CPU.
 
-The error is cross-entropy, in nats per token. Wanted, on the held-out episodes of all generations of explorers but the
-last: at least 30 % below that of the teacher, and 15 % below that of `noise`; and on held-out random episodes at most
-2 % above the teacher's. Told as well: how far below that of the world models they were played against, which had been
-learning for a while by then.
+The error is the cross-entropy in nats per token. Targets: on the held-out episodes of all generations of explorers but
+the last, at least 30 % below the teacher and 15 % below `noise`; on held-out random episodes at most 2 % above the
+teacher. Also printed, without a target: the error relative to that of the world models at collection time, which had
+already learned for a while.
 """
 
 from pathlib import Path
 
-from script import RUNS, conclude, flags, known, report, student_of, teacher_of, tell, tried, with_student
+from script import RUNS, finish, flags, report, show, stored, student_of, suffix, teacher_of, with_student
 from teacher import train
 
 RESULTS = report.RESULTS / "phases_adversarial.json"
 CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "accuracy", "generations_", "reference_kl")
 EPISODES = 64
-DOWN, BETTER, UP, FRESH = 0.30, 0.15, 0.02, 1_000_000
+DOWN, BETTER, UP, NEW_SCENES = 0.30, 0.15, 0.02, 1_000_000
 SETTINGS = ["phase=adversarial", "device=cpu", "threads=1", "env.threads=1", "training.iterations=32"]
 SETTINGS += ["adversarial.generation_every=4", "training.save_every=4"]
-# of the run to compare with: it collects, and the explorer's turn to learn never comes
+# the run for comparison: it collects, and its explorer stays in the warm-up
 NOISE = ["policy.name=noise_policy:Noise", "policy.robots=16", "rollout.n_envs=16", "adversarial.warmup_steps=1000000"]
 
 
@@ -35,9 +35,9 @@ def outcome(args) -> dict:
     from sparring.api import load_world_model
 
     seed, teacher, student, minutes, changes = args.seed, teacher_of(args), student_of(args), args.minutes, args.set
-    folders = {who: RUNS / f"adversarial_{who}_seed{seed}{tried(args)}" for who in ("sparring", "noise")}
-    # with the teacher's seed noise would act again as it did for the teacher
-    own = {"sparring": [f"adversarial.student={student}"], "noise": [*NOISE, f"seed={seed + FRESH}"]}
+    folders = {who: RUNS / f"adversarial_{who}_seed{seed}{suffix(args)}" for who in ("sparring", "noise")}
+    # with the seed of the teacher, noise would repeat the actions that trained it
+    own = {"sparring": [f"adversarial.student={student}"], "noise": [*NOISE, f"seed={seed + NEW_SCENES}"]}
     models, records = {"teacher": load_world_model(teacher)}, {}
     for who, folder in folders.items():
         config = _config(teacher, folder, seed, [*changes, *own[who]])
@@ -59,7 +59,7 @@ def _config(teacher: Path, folder: Path, seed: int, changes: list[str]):
 
 
 def on_generations(models: dict, folder: Path) -> list[dict]:
-    """Of each generation: the error of the time, and that of each world model now."""
+    """For each generation, the error at collection time and the present error of each world model."""
     from sparring.data.episodes import EpisodeStore
     from sparring.phases.replay import Generations
 
@@ -100,16 +100,16 @@ def on_random(models: dict, config, seed: int) -> dict[str, float]:
 
 
 def figures(run: dict) -> dict[str, float]:
-    """Shares: down since the phase began, below the run on noise, up on random data; down since they were played."""
+    """Relative differences: below the teacher, below `noise`, above on random data, below collection time."""
     earlier = run["generations"][:-1] or run["generations"]
     decisions = sum(found["decisions"] for found in earlier)
-    everybody = ("teacher", "then", "sparring", "noise")
-    mean = {who: sum(f[who] * f["decisions"] for f in earlier) / decisions for who in everybody}
+    sides = ("teacher", "then", "sparring", "noise")
+    mean = {who: sum(f[who] * f["decisions"] for f in earlier) / decisions for who in sides}
     return {
         "down": 1 - mean["sparring"] / mean["teacher"],
         "better": 1 - mean["sparring"] / mean["noise"],
         "up": run["random"]["sparring"] / run["random"]["teacher"] - 1,
-        "since played": 1 - mean["sparring"] / mean["then"],
+        "since collection": 1 - mean["sparring"] / mean["then"],
     }
 
 
@@ -124,19 +124,19 @@ def summary(runs: dict[str, dict]) -> str:
         rows.append((run["seed"], "random", "", "", *errors))
         got = figures(run)
         met = {"down": got["down"] >= DOWN, "better": got["better"] >= BETTER, "up": got["up"] <= UP}
-        said = ", ".join(f"{name} {got[name]:+.1%} {'met' if met[name] else 'MISSED'}" for name in met)
-        said += f", down since played {got['since played']:+.1%}"
+        text = ", ".join(f"{name} {got[name]:+.1%} {'met' if met[name] else 'MISSED'}" for name in met)
+        text += f", down since collection {got['since collection']:+.1%}"
         minutes = ", ".join(f"{who} {record['cpu_seconds'] / 60:.1f}" for who, record in run["runs"].items())
-        lines.append(f"seed {run['seed']}: {said}; CPU minutes: {minutes}")
+        lines.append(f"seed {run['seed']}: {text}; CPU minutes: {minutes}")
     return "\n".join([report.table(rows), *lines])
 
 
 def main() -> None:
     args = with_student(flags(__doc__)).parse_args()
     if args.summary:
-        return tell(known(RESULTS), summary)
+        return show(stored(RESULTS), summary)
     run = outcome(args)
-    tell(conclude(args, run, RESULTS), summary)
+    show(finish(args, run, RESULTS), summary)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What the benchmarks of explorers share: the config of one, and how its pay rose."""
+"""Shared by the benchmarks of explorers: their config, and the rise of a metric."""
 
 from pathlib import Path
 
-# of an update, what is kept
+# prefixes of the metrics that are stored for each update
 CURVES = ("reward/", "episode_reward", "contact_share", "wm_", "entropy", "explained_variance")
 
 
-# env steps, 60 updates: after that explorers of a world model that stays as it is drift to ever fewer places, and away
-# from things (docs/log.md)
+# env steps, 60 updates: with more, explorers of a frozen world model reach fewer voxels and lose contact with objects
+# (docs/log.md)
 STEPS = 192_000
 
 
@@ -21,7 +21,7 @@ def explorer_config(teacher: Path, folder: Path, seed: int, changes: list[str], 
 
 
 def rise(curve: list[dict], name: str, share: float = 0.2) -> dict:
-    """Mean of the first and of the last updates."""
+    """Means over the first and over the last updates."""
     values = [point[name] for point in curve if name in point]
     count = max(1, int(len(values) * share))
     return {"first": sum(values[:count]) / count, "last": sum(values[-count:]) / count}

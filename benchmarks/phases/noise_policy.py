@@ -1,4 +1,4 @@
-"""Random actions as a policy that a phase can be given: what an explorer is compared with. It never learns."""
+"""Random actions as a policy for the phases: the baseline of explorers. It never learns."""
 
 import torch
 from pydantic import Field
@@ -10,7 +10,7 @@ from sparring.policies.random import ColouredNoise
 
 
 class NoiseConfig(Section):
-    """The noise that teaches a world model, as a policy."""
+    """Settings of the noise: those of the teacher phase."""
 
     robots: int = Field(16, gt=0, description="rollout.n_envs")
     coloured: float = Field(0.5, ge=0, le=1, description="teacher.coloured")
@@ -18,11 +18,11 @@ class NoiseConfig(Section):
 
 
 class Noise(ColouredNoise):
-    """Scores of its actions are zeros: nobody learns from them."""
+    """Uniform and coloured noise; log-probabilities and values are zeros."""
 
     def __init__(self, config: NoiseConfig, spec, chunk: int):
         super().__init__(spec, chunk, ColouredNoise.share_of(config.robots, config.coloured) * config.correlation)
-        # an optimiser wants something to hold
+        # an optimiser needs at least one parameter
         self.nothing = nn.Parameter(torch.zeros(1))
 
     def complete(self, td: TensorDict) -> TensorDict:

@@ -1,4 +1,4 @@
-"""What the scripts of the phases share: their flags, and what becomes of a run."""
+"""Shared by the benchmarks of the phases: flags, folders, storing and printing results."""
 
 import argparse
 import json
@@ -17,9 +17,9 @@ RUNS = report.RESULTS.parent / "runs" / "phases"
 def flags(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=10, help="of CPU for each run; the same call goes on")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not kept")
-    parser.add_argument("--summary", action="store_true", help="only print what is known")
+    parser.add_argument("--minutes", type=float, default=10, help="CPU minutes of each run; repeat to resume")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="try other settings; not stored")
+    parser.add_argument("--summary", action="store_true", help="only print the stored results")
     return parser
 
 
@@ -41,32 +41,32 @@ def student_of(args) -> Path:
     return args.student or RUNS / f"student_default_seed{args.seed}"
 
 
-def tried(args) -> str:
-    """The end of the name of a run's folder: of what was given beside the benchmark's own, so that each has one."""
-    given = " ".join(map(str, [*args.set, *_others(args)]))
+def suffix(args) -> str:
+    """A suffix for run folders, different for each combination of --set, --teacher and --student."""
+    given = " ".join(map(str, [*args.set, *_given_runs(args)]))
     return f"_{crc32(given.encode()):08x}" if given else ""
 
 
-def _others(args) -> list[Path]:
-    """World model and explorer that were given."""
+def _given_runs(args) -> list[Path]:
+    """The given world model and explorer."""
     return [path for path in (getattr(args, name, None) for name in ("teacher", "student")) if path]
 
 
-def conclude(args, run: dict | None, results: Path) -> dict[str, dict]:
-    """Keeps a run that is done, with the benchmark's own settings; the runs to tell of. None, like `done`: not yet."""
+def finish(args, run: dict | None, results: Path) -> dict[str, dict]:
+    """Store a finished run that has the benchmark's own settings; return the runs to print. None: not finished."""
     done = run is not None and run["done"]
     if not done:
-        print("not done; the same call goes on")
-    if tried(args):
+        print("not finished; the same command resumes it")
+    if suffix(args):
         return {"tried": run} if run else {}
     if done:
         report.keep_run(results, RUNS, run)
-    return known(results)
+    return stored(results)
 
 
-def known(results: Path) -> dict[str, dict]:
+def stored(results: Path) -> dict[str, dict]:
     return json.loads(results.read_text())["runs"] if results.is_file() else {}
 
 
-def tell(runs: dict[str, dict], summary: Callable[[dict[str, dict]], str]) -> None:
-    print(summary(runs) if runs else "nothing is known yet")
+def show(runs: dict[str, dict], summary: Callable[[dict[str, dict]], str]) -> None:
+    print(summary(runs) if runs else "no results yet")

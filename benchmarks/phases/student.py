@@ -1,22 +1,22 @@
-"""Phase 2: does an explorer that is paid for what a frozen world model does not know find things to play with?
+"""Phase 2: does an explorer that is rewarded for the error of a frozen world model find objects to interact with?
 
     python benchmarks/phases/teacher.py --seed 0               # first, the world model
     python benchmarks/phases/student.py --seed 0
     python benchmarks/phases/student.py --seed 0 --rewards original
     python benchmarks/phases/student.py --summary
 
-One process trains one seed on one thread for at most 10 CPU minutes, so two seeds can run side by side on two cores; a
-run that is cut short (--minutes) goes on by the same call. Then the explorer, as it acts in training, plays held-out
-episodes beside uniform and coloured noise, the same ones. Wanted: what is paid rises; in touch with an object at least
-3 times as often as the best coloured noise, and in 10 % of the decisions; objects get to 1.5 times as many places as
-with the best of them. (The places that its hand gets to are told as well: noise is in a new one at every other
-decision, and who plays with things stays with them.)
+One process trains one seed on one thread for at most 10 CPU minutes, so two seeds can run in parallel on two cores; an
+interrupted run (--minutes) resumes when the command is repeated. Then the explorer, which samples its actions as in
+training, plays held-out episodes, compared with uniform and coloured noise on the same episodes. Targets: the reward
+rises; contact with an object in 10 % of the decisions and 3 times as often as the best coloured noise; objects reach
+1.5 times as many voxels as with the best coloured noise. (The voxels that the hands reach are printed without a target:
+noise enters a new one in every other decision, and an explorer that handles objects stays with them.)
 """
 
 from dataclasses import asdict
 
 from exploring import CURVES, explorer_config, rise
-from script import RUNS, conclude, flags, known, report, teacher_of, tell, tried, with_teacher
+from script import RUNS, finish, flags, report, show, stored, suffix, teacher_of, with_teacher
 from teacher import train
 
 RESULTS = report.RESULTS / "phases_student.json"
@@ -26,17 +26,17 @@ CONTACT, CONTACT_RATIO, COVERAGE_RATIO = 0.10, 3.0, 1.5
 
 def outcome(args) -> dict:
     name, seed = args.rewards, args.seed
-    folder = RUNS / (f"student_{name}_seed{seed}" + tried(args))
+    folder = RUNS / (f"student_{name}_seed{seed}" + suffix(args))
     config = explorer_config(teacher_of(args), folder, seed, [f"rewards={name}", *args.set])
     run, record = train(config, args.minutes, CURVES)
     about = {"problem": name, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
-    return about | record | {"paid": paid(run, record["curve"]), "explored": judge(run, config)}
+    return about | record | {"paid": reward_rise(run, record["curve"]), "explored": judge(run, config)}
 
 
-def paid(run, curve: list[dict]) -> dict:
-    """A decision's pay in the first and in the last fifth of the updates, in the units of the run's end.
+def reward_rise(run, curve: list[dict]) -> dict:
+    """Mean reward of a decision in the first and in the last fifth of the updates.
 
-    What was paid on the way is relative to what was usual then.
+    Both use the final normalisation; logged rewards use the statistics of their time.
     """
     rewards = run.phase.rewards
     weights = dict(zip(rewards.terms, (rewards.weights * rewards.normalizer.scale).tolist(), strict=True))
@@ -46,7 +46,7 @@ def paid(run, curve: list[dict]) -> dict:
 
 
 def judge(run, config) -> dict:
-    """The explorer beside random actions, on held-out episodes."""
+    """Compare the explorer with random actions on held-out episodes."""
     from sparring.envs.env import make_env
     from sparring.evaluation.exploration import _showing_objects, compare_with_random
 
@@ -58,12 +58,12 @@ def judge(run, config) -> dict:
 
 
 def verdict(run: dict) -> dict:
-    explored, paid = run["explored"], run["paid"]
+    explored, reward = run["explored"], run["paid"]
     noise = [values for who, values in explored.items() if who.startswith("coloured")]
     best = {name: max(values[name] for values in noise) for name in ("contact", "object_voxels")}
     mine = explored["policy"]
     return {
-        "paid rises": paid["last"] > paid["first"],
+        "reward rises": reward["last"] > reward["first"],
         "contact": mine["contact"] >= CONTACT,
         "contact ratio": mine["contact"] >= CONTACT_RATIO * best["contact"],
         "coverage ratio": mine["object_voxels"] >= COVERAGE_RATIO * best["object_voxels"],
@@ -71,18 +71,18 @@ def verdict(run: dict) -> dict:
 
 
 def summary(runs: dict[str, dict]) -> str:
-    rows = [("rewards", "seed", "steps", "CPU min", "who", "contact", "places", "of objects", "state entropy")]
+    rows = [("rewards", "seed", "steps", "CPU min", "who", "contact", "voxels", "voxels of objects", "state entropy")]
     lines = []
     for run in runs.values():
         head = (run["problem"], run["seed"], f"{run['steps']:,}", f"{run['cpu_seconds'] / 60:.1f}")
         for who, e in run["explored"].items():
             numbers = f"{e['contact']:.1%}", e["voxels"], e["object_voxels"], f"{e['state_entropy']:.2f}"
             rows.append((*head, who, *numbers))
-        paid = run["paid"]
+        reward = run["paid"]
         judged = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in verdict(run).items())
         hands = max(e["voxels"] for who, e in run["explored"].items() if who.startswith("coloured"))
-        judged += f"; places of hands {run['explored']['policy']['voxels'] / hands:.1f} times the best noise's"
-        lines.append(f"{run['problem']} {run['seed']}: paid {paid['first']:.2f} -> {paid['last']:.2f}; {judged}")
+        judged += f"; voxels of hands {run['explored']['policy']['voxels'] / hands:.1f} times the best noise's"
+        lines.append(f"{run['problem']} {run['seed']}: reward {reward['first']:.2f} -> {reward['last']:.2f}; {judged}")
     return "\n".join([report.table(rows), *lines])
 
 
@@ -91,9 +91,9 @@ def main() -> None:
     parser.add_argument("--rewards", choices=("default", "original"), default="default")
     args = parser.parse_args()
     if args.summary:
-        return tell(known(RESULTS), summary)
+        return show(stored(RESULTS), summary)
     run = outcome(args)
-    tell(conclude(args, run, RESULTS), summary)
+    show(finish(args, run, RESULTS), summary)
 
 
 if __name__ == "__main__":

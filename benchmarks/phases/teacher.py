@@ -1,23 +1,23 @@
-"""Phase 1: does a world model learn to predict what robots that act at random will see, in 10 CPU minutes?
+"""Phase 1: does a world model learn the effect of random actions in 10 CPU minutes?
 
     python benchmarks/phases/teacher.py --seed 0
-    python benchmarks/phases/teacher.py --seed 0 --no-memory       # the same without a memory, to compare with
-    python benchmarks/phases/teacher.py --seed 0 --minutes 5       # again to go on
+    python benchmarks/phases/teacher.py --seed 0 --no-memory       # the same without a memory, for comparison
+    python benchmarks/phases/teacher.py --seed 0 --minutes 5       # repeat the command to resume
     python benchmarks/phases/teacher.py --summary
 
-One process trains one seed on one thread, collecting included, so two seeds can run side by side on two cores; a run
-that is cut short (--minutes) goes on by the same call. Then it predicts held-out episodes. Wanted: on pixels that
-change at most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10
-decisions ahead, seeing only its own predictions; worse when it is told another robot's actions; and better than its
-twin without a memory on pixels of hidden objects: those that the head camera saw at that very place, and that the arm
-covers now. Told beside it: pixels of objects that the wrist camera, alone, showed before and does not now.
+One process collects and trains one seed on one thread, so two seeds can run in parallel on two cores; an interrupted
+run (--minutes) resumes when the command is repeated. Then it predicts held-out episodes. Targets: on changed pixels at
+most 0.6 of the squared error of copying the last frame, in both cameras; better than copying also 10 decisions ahead,
+in open-loop prediction; worse with the actions of another robot; and better than its twin without a memory on pixels of
+hidden objects: those that the head camera saw at the same position and that the arm now covers. The pixels of objects
+that only the wrist camera lost from view are printed for comparison.
 """
 
 import json
 import time
 from pathlib import Path
 
-from script import RUNS, conclude, flags, known, report, tell, tried
+from script import RUNS, finish, flags, report, show, stored, suffix
 
 RESULTS = report.RESULTS / "phases_teacher.json"
 EPISODES = 128
@@ -47,7 +47,7 @@ SETTINGS = [
 def outcome(args) -> dict:
     seed, memory, minutes, changes = args.seed, not args.no_memory, args.minutes, args.set
     problem = "memory" if memory else "no_memory"
-    folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + tried(args))
+    folder = RUNS / ("_".join(["teacher"] + [problem] * (not memory)) + f"_seed{seed}" + suffix(args))
     config = _config(folder, seed, memory, changes)
     about = {"problem": problem, "seed": seed, "commit": report.commit(), "cpu": report.cpu_model()}
     run, record = train(config, minutes)
@@ -64,9 +64,9 @@ def _config(folder: Path, seed: int, memory: bool, changes: list[str]):
 
 
 def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
-    """(run, record): to the config's end, or until this process has computed for so many minutes.
+    """(run, record) at the end of the config, or after so many CPU minutes of this process.
 
-    Of each update those metrics are kept whose names begin with one of `curves`.
+    The record has the metrics of each update whose names begin with one of `curves`.
     """
     import torch
 
@@ -76,7 +76,7 @@ def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
     run = Run(config, quiet=True)
     log = config.run_folder / "judged.json"
     record = json.loads(log.read_text()) if log.is_file() else {"cpu_seconds": 0.0, "curve": []}
-    # what was done after the last checkpoint is done again
+    # updates after the last checkpoint are repeated
     record["curve"] = record["curve"][: run.phase.progress.updates]
     deadline = time.process_time() + 60 * minutes
     while run.fraction < 1 and time.process_time() < deadline:
@@ -95,7 +95,7 @@ def train(config, minutes: float, curves: tuple[str, ...] = CURVES) -> tuple:
 
 
 def judge(run, config) -> dict:
-    """Held-out episodes, with what each pixel belongs to, which the model is not shown."""
+    """Evaluate on held-out episodes with a segmentation, which is not an input of the model."""
     from sparring.evaluation.world_model import WorldModelEvaluation
 
     evaluation = WorldModelEvaluation.run(config, run.phase.model.eval(), "cpu")
@@ -110,18 +110,18 @@ def verdict(run: dict, twin: dict | None) -> dict[str, bool]:
         "done in 10 CPU minutes": run["done"] and run["cpu_seconds"] <= 600,
         "changed pixels": all(found["changed_mse_ratio"] <= CHANGED for found in cameras.values()),
         "10 ahead": all(found["mse_ratio"] < 1 for found in ahead.values()),
-        "told wrong actions": all(gap > 0 for gap in figures["shuffled_actions"]["changed_mse_ratio_gap"].values()),
+        "wrong actions worse": all(gap > 0 for gap in figures["shuffled_actions"]["changed_mse_ratio_gap"].values()),
     }
     if twin is not None:
         mine, theirs = (_hidden(one, "head")["prediction"] for one in (run, twin))
-        met[f"hidden objects, {1 - mine / theirs:+.1%} beside no memory"] = mine < theirs
+        met[f"hidden objects ({1 - mine / theirs:+.1%} vs no memory)"] = mine < theirs
     return met
 
 
 def _hidden(run: dict, camera: str) -> dict:
-    """Of objects behind the arm, for the camera that stands still; for the other, alone, of those out of its view."""
+    """Error on objects behind the arm (head camera), or on objects out of view (wrist camera alone)."""
     cameras, alone = run["figures"]["cameras"], run["figures"]["half_blind"]["cameras"]
-    # runs of before these were measured do not tell
+    # earlier runs did not measure these
     unknown = {"prediction": float("nan"), "pixels": 0}
     return alone.get(camera, unknown) if camera != "head" else cameras[camera].get("covered_object_mse", unknown)
 
@@ -139,7 +139,7 @@ def summary(runs: dict[str, dict]) -> str:
             hidden = _hidden(run, camera)
             start = run["problem"], run["seed"], f"{run['cpu_seconds'] / 60:.1f}", camera
             covered = f"{_short(hidden['prediction'], 5)} ({hidden['pixels']})"
-            rows.append((*start, *ratios, *ahead, gap, covered, *_beside_copying(figures, found)))
+            rows.append((*start, *ratios, *ahead, gap, covered, *_vs_copying(figures, found)))
         if run["problem"] == "memory":
             judged = verdict(run, runs.get(f"no_memory/{run['seed']}"))
             said = ", ".join(f"{what} {'met' if met else 'MISSED'}" for what, met in judged.items())
@@ -147,8 +147,8 @@ def summary(runs: dict[str, dict]) -> str:
     return "\n".join([report.table(rows), *lines])
 
 
-def _beside_copying(figures: dict, found: dict) -> tuple[str, str, str]:
-    """Squared error as a ratio to copying's: of whole frames, of pixels of objects. Tokens that are right, of all."""
+def _vs_copying(figures: dict, found: dict) -> tuple[str, str, str]:
+    """Squared error as a ratio to copying, of whole frames and of object pixels; share of correct tokens."""
     psnr, objects, tokens = found["psnr"], found.get("object_mse"), figures["tokens"]
     whole = 10 ** ((psnr["copy"] - psnr["prediction"]) / 10)
     of_objects = objects["prediction"] / objects["copy"] if objects else None
@@ -161,12 +161,12 @@ def _short(number: float | None, digits: int = 3) -> str:
 
 def main() -> None:
     parser = flags(__doc__)
-    parser.add_argument("--no-memory", action="store_true", help="the twin whose memory is always empty")
+    parser.add_argument("--no-memory", action="store_true", help="the twin without a memory")
     args = parser.parse_args()
     if args.summary:
-        return tell(known(RESULTS), summary)
+        return show(stored(RESULTS), summary)
     run = outcome(args)
-    tell(conclude(args, run, RESULTS), summary)
+    show(finish(args, run, RESULTS), summary)
 
 
 if __name__ == "__main__":

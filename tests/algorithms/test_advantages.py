@@ -1,4 +1,4 @@
-"""GAE against numbers worked out by hand."""
+"""GAE and the level correction against values computed by hand."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def rollout(reward, value, next_value, terminated, truncated, executed=None) -> 
     )
 
 
-def test_termination_forgets_the_next_value():
+def test_termination_ignores_the_next_value():
     # delta_1 = 2 + 0 - 4 = -2 (terminated: V_next=8 is ignored); delta_0 = 1 + .5*4 - 2 = 1
     td = rollout([[[1]], [[2]]], [[2], [4]], [[4], [8]], [[False], [True]], [[False], [False]])
     advantage, returns = gae(td, GAMMA, LAMBDA)
@@ -60,7 +60,7 @@ def test_chunks_discount_per_executed_step():
     assert gae(dead, GAMMA, LAMBDA)[0].item() == 1
 
 
-def test_the_trace_between_chunks_decays_by_the_steps_they_took():
+def test_the_trace_between_chunks_decays_per_executed_step():
     # delta_1 = 4 - 2 = 2 (terminated); delta_0 = (1 + .5) + .25*2 - 1 = 1; A_0 = 1 + .25*.5*2
     td = rollout([[[1, 1]], [[4, 0]]], [[1], [2]], [[2], [0]], [[False], [True]], [[False], [False]], [[2], [1]])
     assert gae(td, GAMMA, LAMBDA)[0].flatten().tolist() == [1.25, 2.0]
@@ -85,16 +85,16 @@ def test_chunk_rewards_are_a_discounted_sum(gamma):
 
 
 def test_the_missing_level_by_hand():
-    # delta: 1 + .5*4 - 2 = 1, 2 - 4 = -2; of a value that is added, .5 and (terminated) all is kept
+    # delta: 1 + .5*4 - 2 = 1, 2 - 4 = -2; a level L added to all values lowers the deltas by .5 L and L
     td = rollout([[[1]], [[2]]], [[2], [4]], [[4], [8]], [[False], [True]], [[False], [False]])
     assert missing_level(td, GAMMA) == pytest.approx((1 - 2) / 1.5)
     td["valid"] = torch.tensor([[True], [False]])
     assert missing_level(td, GAMMA) == pytest.approx(1 / 0.5)
-    # two processes alike
+    # two processes with the same rollout
     assert missing_level(td, GAMMA, lambda tensor: 2 * tensor) == pytest.approx(1 / 0.5)
 
 
-def test_no_level_hangs_on_an_episode_in_two_thousand():
+def test_one_end_in_two_thousand_decisions_gives_no_level():
     ends = torch.zeros(32, 64, dtype=torch.bool)
     ends[0, 0] = True
     zeros, ones = torch.zeros(32, 64).tolist(), torch.ones(32, 64, 1).tolist()
@@ -103,7 +103,7 @@ def test_no_level_hangs_on_an_episode_in_two_thousand():
     assert missing_level(rollout(ones, zeros, zeros, ends.tolist(), torch.zeros_like(ends).tolist()), 1.0) == 64.0
 
 
-def test_nothing_is_missing_where_no_level_is_better_than_another():
+def test_the_missing_level_is_zero_if_it_is_undetermined():
     td = rollout([[[1]]], [[2]], [[4]], [[False]], [[False]])
     assert missing_level(td, gamma=1.0) == 0.0
 

@@ -1,4 +1,4 @@
-"""GRPO: advantages and loss by hand, and that it learns only with the right sign, from groups that differ."""
+"""GRPO: advantages and loss by hand; it learns with the right sign only, and only from groups that differ."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ def rollout_of(reward, episode, group, valid) -> TensorDict:
 
 def test_advantages_by_hand():
     # robots 0 and 1 are group 0: rewards 1 + 2 = 3 and 5; robots 2 and 3 group 1: 4 and 4. Robot 1's episode takes one
-    # decision, what it does then (100) is of nobody's concern
+    # decision, its next reward (100) does not count
     td = rollout_of(
         reward=[[[1.0, 0.0], [2.0, 3.0], [4.0, 0.0], [1.0, 1.0]], [[1.0, 1.0], [100.0, 0.0], [0.0, 0.0], [2.0, 0.0]]],
         episode=[[0, 1, 2, 3], [0, 5, 2, 3]],
@@ -58,14 +58,14 @@ def test_success_0_or_1_by_hand():
     assert torch.allclose(advantage, torch.tensor([1.5, -0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -1.5]), atol=1e-6)
 
 
-def test_equal_rewards_that_rounding_tells_apart_are_dropped():
-    # three such sums, divided by three, are not quite one of them
+def test_groups_whose_rewards_differ_by_rounding_only_are_dropped():
+    # the mean of three such sums differs from each of them by rounding
     td = rollout_of([[[7.7, 1e-10]] * 3], [[0, 1, 2]], [[0, 0, 0]], [[True] * 3])
     groups = _compare_groups(td, 1e-4)
     assert groups.dropped == 1 and groups.advantage.abs().max() == 0
 
 
-def test_a_rollout_by_steps_is_refused():
+def test_a_rollout_without_groups_is_refused():
     td = TensorDict({"next": TensorDict({"reward": torch.zeros(2, 2, 1)}, [2, 2])}, [2, 2])
     with pytest.raises(UserError, match="set rollout.n_episodes_per_batch and rollout.group_size"):
         _compare_groups(td, 1e-4)
@@ -97,7 +97,7 @@ def test_the_kl_to_the_reference_by_hand():
 
 
 class Bandit(IdentityBackend):
-    """Episodes of one step: action = what you see, which is the same for all robots of a group."""
+    """Episodes of one step: the best action equals the observation, which is the same for all robots of a group."""
 
     def reset(self, seeds):
         self.seeds, self.episode = seeds, 0
@@ -140,7 +140,7 @@ class Lesson:
         return {name: tensor.clone() for name, tensor in self.policy.state_dict().items()}
 
 
-def test_it_learns_the_bandit_and_leaves_the_critic_alone():
+def test_grpo_learns_the_bandit_and_leaves_the_critic_alone():
     lesson = Lesson()
     before = lesson.weights()
     start, end = lesson.learn(1), lesson.learn(30)
@@ -152,7 +152,7 @@ def test_it_learns_the_bandit_and_leaves_the_critic_alone():
     assert lesson.metrics["parity"] <= 1e-5
 
 
-def test_after_grpo_ppo_teaches_the_critic_again():
+def test_ppo_trains_the_critic_after_grpo():
     lesson = Lesson()
     lesson.learn(1)
     before = lesson.weights()
@@ -164,7 +164,7 @@ def test_after_grpo_ppo_teaches_the_critic_again():
     assert critic and not any(torch.equal(before[name], after[name]) for name in critic)
 
 
-def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
+def test_with_a_flipped_sign_of_the_advantage_the_reward_falls(monkeypatch):
     lesson = Lesson()
     start = lesson.learn(1)
 
@@ -176,7 +176,7 @@ def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
 
 
 class TwoSteps(Bandit):
-    """Decides on two steps, of which the second is worth nothing."""
+    """Chunks of two steps; the second one has no reward."""
 
     def step(self, action):
         first = super().step(action[:, :1])
@@ -203,28 +203,28 @@ class Indifferent(Bandit):
 
 
 def test_groups_without_variance_have_no_gradient():
-    """What the robots of dropped groups saw and did may be anything."""
+    """Observations and actions of dropped groups have no effect."""
     results = []
-    for rubbish in (None, float("nan")):
+    for garbage in (None, float("nan")):
         lesson = Lesson(Indifferent, policy={"normalize_observations": False})
         lesson.collector.collect(lesson.buffer)
         rollout = lesson.buffer.rollout()
-        if rubbish is not None:
+        if garbage is not None:
             for key in ("action", "log_prob", ("observation", "state"), ("trace", "mean")):
-                rollout[key][:, :16] = rubbish
+                rollout[key][:, :16] = garbage
         results.append((lesson.grpo.update(rollout), lesson.weights()))
     (metrics, weights), (other_metrics, other_weights) = results
     assert metrics == other_metrics and metrics["groups_dropped"] == 2 * 16
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-class AllTheSame(Bandit):
+class ConstantReward(Bandit):
     def _reward(self, action):
         return np.full(self.num_envs, 0.3)
 
 
-def test_where_all_groups_are_dropped_the_update_is_skipped_and_said(caplog, monkeypatch):
-    lesson = Lesson(AllTheSame, kl_coef=0.1)
+def test_an_update_whose_groups_are_all_dropped_is_skipped_with_a_warning(caplog, monkeypatch):
+    lesson = Lesson(ConstantReward, kl_coef=0.1)
     before = {name: parameter.detach().clone() for name, parameter in lesson.policy.named_parameters()}
     monkeypatch.setattr(logging.getLogger("sparring"), "propagate", True)
     with caplog.at_level(logging.WARNING):
@@ -236,7 +236,7 @@ def test_where_all_groups_are_dropped_the_update_is_skipped_and_said(caplog, mon
     assert lesson.grpo.updates == 2
 
 
-def test_the_reference_is_the_policy_at_the_start_and_holds_it_back():
+def test_the_reference_is_the_initial_policy_and_slows_learning():
     free, held = Lesson(), Lesson(kl_coef=3.0)
     start = held.weights()
     assert free.learn(10) > held.learn(10) + 0.05

@@ -1,4 +1,4 @@
-"""benchmarks/gym_learning.py: how a run is judged."""
+"""benchmarks/gym_learning.py: the summary of runs."""
 
 import sys
 from pathlib import Path
@@ -18,16 +18,16 @@ def benchmark(monkeypatch):
 
 def run_of(library: str, *scores: float) -> dict:
     curve = [[5_000 * (number + 1), score] for number, score in enumerate(scores)]
-    told = {"steps_to_threshold": 5_000, "final_return": scores[-1], "curve": curve}
-    return {"library": library, "env": "Pendulum-v1", "seed": 0} | told
+    result = {"steps_to_threshold": 5_000, "final_return": scores[-1], "curve": curve}
+    return {"library": library, "env": "Pendulum-v1", "seed": 0} | result
 
 
-def test_the_last_five_evaluations_are_reported_beside_the_final_one(benchmark):
+def test_the_summary_has_the_last_five_evaluations_and_the_final_one(benchmark):
     ours = run_of("sparring", -900.0, -200.0, -100.0, -300.0, -100.0, -150.0)
     theirs = run_of("sb3", -100.0, -120.0)
-    # (200 + 100 + 300 + 100 + 150) / 5; of a run with fewer, all
+    # (200 + 100 + 300 + 100 + 150) / 5; all of a run with fewer
     assert benchmark.mean_of_last(ours) == -170 and benchmark.mean_of_last(theirs) == -110
-    told = benchmark.summary({"ours": ours, "theirs": theirs})
-    header, _, row, *_ = told.splitlines()
+    text = benchmark.summary({"ours": ours, "theirs": theirs})
+    header, _, row, *_ = text.splitlines()
     assert header.endswith("last five: median (min..max)") and row.endswith("-170.0 (-170.0..-170.0)")
-    assert told.endswith("final -150.0, theirs from -120.0; last five evaluations -170.0, theirs from -110.0)")
+    assert text.endswith("final -150.0, theirs from -120.0; last five evaluations -170.0, theirs from -110.0)")

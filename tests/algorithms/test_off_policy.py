@@ -1,4 +1,4 @@
-"""Learning from what older weights decided: every loss and V-trace by hand, the gate, and that it is worth it."""
+"""Learning from stale data: every loss and V-trace by hand, the gate, and that corrections improve learning."""
 
 import copy
 import math
@@ -43,7 +43,7 @@ def log(numbers) -> torch.Tensor:
 
 
 def stale_batch(advantage, weight, ratio, age=4):
-    """Decisions with these w and r; how likely each was when it was taken must not matter."""
+    """Decisions with these w and r; their behaviour log-probabilities differ and must not matter."""
     size = [len(advantage)]
     behave = torch.linspace(-3, 2, len(advantage), dtype=torch.float64)
     behave = behave.view(-1, *[1] * (torch.tensor(weight).dim() - 1)).expand(torch.tensor(weight).shape)
@@ -67,7 +67,7 @@ ADVANTAGE, RATIO = [1.0, -1.0, 1.0, -2.0], [1.5, 1.5, 0.5, 1.0]
 GAINS = [1.2, -1.5, 0.5, -2.0]
 WEIGHT = [0.5, 2.0, 3.0, 1.0]
 COUNTED = {
-    # 3 is past the cap of 2: masked
+    # 3 exceeds the cap of 2: masked
     "decoupled": [0.5, 2.0, 0.0, 1.0],
     "truncated": [0.5, 2.0, 2.0, 1.0],
     # rho_bar = 1
@@ -86,7 +86,7 @@ def test_each_loss_by_hand(correction):
 
 
 @pytest.mark.parametrize("correction", COUNTED)
-def test_the_weight_is_no_way_for_gradients(correction):
+def test_no_gradient_passes_through_the_weight(correction):
     batch, scored, present = stale_batch(ADVANTAGE, WEIGHT, RATIO)
     ppo_loss(PPOConfig(correction=correction), 0.2, batch, scored)[0].backward()
     # d/dlog pi of w r A is w r A where r is not clipped
@@ -95,16 +95,16 @@ def test_the_weight_is_no_way_for_gradients(correction):
     assert present.grad.tolist() == pytest.approx(by_hand, rel=1e-5)
 
 
-def test_without_correction_the_ratio_is_to_those_who_acted():
+def test_without_correction_the_ratio_is_to_the_behaviour_policy():
     batch, scored, _ = stale_batch([1.0, -1.0], [2.0, 2.0], [0.55, 0.55])
     loss, terms = ppo_loss(PPOConfig(correction="none"), 0.2, batch, scored)
-    # r = 1.1 against the acting weights
+    # r = 1.1 relative to the behaviour policy
     assert loss.item() == pytest.approx(0.0, abs=1e-6) and terms.weight is None
     assert terms.log_ratio.exp().tolist() == pytest.approx([1.1, 1.1], rel=1e-5)
 
 
 def test_the_interpolated_proximal_by_hand():
-    """present / acted = 16 = w r; of age 3, alpha = 3/4: w = 8, r = 2; of age 1: w = 4, r = 4; fresh: w = 1, r = 16."""
+    """present / behaviour = 16 = w r; age 3, alpha = 3/4: w = 8, r = 2; age 1: w = 4, r = 4; age 0: w = 1, r = 16."""
     batch, scored, present = stale_batch([-1.0, -1.0, -1.0, 1.0], [1.0] * 4, [16.0] * 4)
     batch["age"] = torch.tensor([3, 1, 0, 1])
     config = PPOConfig(correction="decoupled", proximal="interpolated", weight_cap=5.0)
@@ -117,7 +117,7 @@ def test_the_interpolated_proximal_by_hand():
     assert present.grad.tolist() == pytest.approx([0.0, 4.0, 4.0, 0.0], rel=1e-5)
 
 
-def test_each_denoising_step_has_a_weight_of_its_own_but_vtrace_judges_the_decision():
+def test_each_denoising_step_has_its_own_weight_but_vtrace_has_one_per_decision():
     pairs = [[0.5, 3.0], [1.5, 0.4]], [[1.0, 1.0], [1.0, 1.0]]
     steps = torch.tensor([0.5, 1.0])
     batch, scored, _ = stale_batch([1.0, -1.0], *pairs)
@@ -129,7 +129,7 @@ def test_each_denoising_step_has_a_weight_of_its_own_but_vtrace_judges_the_decis
     assert loss.item() == pytest.approx(-(1.5 - 0.6 * 1.5) / 4, rel=1e-5)
 
 
-def test_grpo_weighs_too():
+def test_grpo_applies_the_weights():
     batch, scored, _ = stale_batch(ADVANTAGE, WEIGHT, RATIO)
     # clip_high 0.28
     gains = [1.28, *GAINS[1:]]
@@ -139,7 +139,7 @@ def test_grpo_weighs_too():
         assert loss.item() == pytest.approx(by_hand, rel=1e-5)
 
 
-def test_vtrace_cannot_guess_its_weights():
+def test_vtrace_refuses_an_interpolated_proximal():
     with pytest.raises(ConfigError, match="vtrace.*correction=decoupled"):
         PPOConfig(proximal="interpolated")
 
@@ -157,13 +157,13 @@ def test_vtrace_by_hand():
     assert vs.flatten().tolist() == pytest.approx([3.7, 4.8])
 
 
-def test_with_lambda_one_the_advantage_is_the_papers():
+def test_with_lambda_1_the_advantage_is_that_of_the_paper():
     td = rollout([[[1]], [[2]]], [[2], [4]], [[4], [8]], [[False], [False]], [[False], [False]])
     advantage, vs = vtrace(td, 0.5, 1.0, torch.tensor([[2.0], [0.4]]), 1.0, 1.0)
     assert advantage[0].item() == pytest.approx(1 + 0.5 * vs[1].item() - 2)
 
 
-def test_vtrace_discounts_by_the_steps_that_ran_and_ends_in_mid_chunk():
+def test_vtrace_discounts_per_executed_step_and_ends_in_mid_chunk():
     """Chunks of 3. t=0: all run; t=1: terminated after 2."""
     reward = [[[1, 2, 4]], [[4, 4, 0]]]
     td = rollout(reward, [[1], [2]], [[2], [9]], [[False], [True]], [[False], [False]], [[3], [2]])
@@ -174,7 +174,7 @@ def test_vtrace_discounts_by_the_steps_that_ran_and_ends_in_mid_chunk():
     assert vs.flatten().tolist() == pytest.approx([2.15625, 3.0])
 
 
-def test_vtrace_bootstraps_where_truncated_and_keeps_envs_apart():
+def test_vtrace_bootstraps_at_truncations_and_does_not_mix_robots():
     """Env 0 is truncated at t=0 (V of its own final observation: 6), env 1 terminates at t=1."""
     td = rollout(
         [[[1], [1]], [[1], [3]]],
@@ -192,7 +192,7 @@ def test_vtrace_bootstraps_where_truncated_and_keeps_envs_apart():
     assert vs.tolist() == [pytest.approx([3.0, 1.4]), pytest.approx([3.0, 2.0])]
 
 
-def test_nothing_passes_through_decisions_that_are_not_valid():
+def test_invalid_decisions_do_not_affect_valid_ones():
     td = rollout([[[1]], [[2]]], [[2], [4]], [[4], [8]], [[True], [False]], [[False], [False]])
     td["valid"] = torch.tensor([[True], [False]])
     advantage, _ = vtrace(td, 0.5, 0.5, torch.full((2, 1), 0.5), 1.0, 1.0)
@@ -211,13 +211,13 @@ def test_with_weights_of_one_vtrace_is_gae():
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_present_values_reach_the_row_above_but_not_past_an_end():
+def test_current_values_replace_next_values_except_at_the_end_of_an_episode():
     td = rollout([[[0], [0]]] * 3, [[1, 1]] * 3, [[7, 7]] * 3, [[False, True]] + [[False] * 2] * 2, [[False] * 2] * 3)
     td["next", "truncated"][1, 0] = True
     td["log_prob"] = td["proximal_log_prob"] = torch.zeros(3, 2)
     td["proximal_value"] = torch.tensor([[10.0, 20.0], [11.0, 21.0], [12.0, 22.0]])
-    seen, _ = Lesson(correction="vtrace").ppo.off_policy.for_vtrace(td)
-    assert seen["next", "value"].tolist() == [[11, 7], [7, 22], [7, 7]] and seen["value"][2].tolist() == [12, 22]
+    td_now, _ = Lesson(correction="vtrace").ppo.off_policy.for_vtrace(td)
+    assert td_now["next", "value"].tolist() == [[11, 7], [7, 22], [7, 7]] and td_now["value"][2].tolist() == [12, 22]
     assert (td["next", "value"] == 7).all() and (td["value"] == 1).all()
 
 
@@ -225,27 +225,27 @@ def test_present_values_reach_the_row_above_but_not_past_an_end():
 
 
 def metrics_of(config, weights) -> dict[str, float]:
-    """Of four stale decisions with these weights."""
+    """The metrics of four stale decisions with these weights."""
     scorer = Scorer(config, Lesson().policy, Distributed("cpu"))
     decisions = TensorDict({"action": torch.zeros(4), "age": torch.ones(4)}, [4])
     return OffPolicy(config, scorer).metrics(Decisions(decisions), weights)
 
 
 def test_the_effective_sample_size_by_hand():
-    def told(**config):
+    def metrics_with(**config):
         return metrics_of(PPOConfig(**config), [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 1.0])])
 
-    metrics = told(correction="decoupled")
+    metrics = metrics_with(correction="decoupled")
     # 3 is masked: (.5 + 2 + 1)^2 / (4 (.25 + 4 + 1))
     assert metrics["ess"] == pytest.approx(3.5**2 / (4 * 5.25))
     assert [metrics[f"weight_{name}"] for name in ("mean", "max", "masked")] == [6.5 / 4, 3.0, 0.25]
-    assert told(correction="truncated")["ess"] == pytest.approx(5.5**2 / (4 * 9.25))
-    assert told(correction="vtrace")["ess"] == pytest.approx(3.5**2 / (4 * 3.25))
-    assert told(correction="vtrace")["weight_masked"] == 0.5
+    assert metrics_with(correction="truncated")["ess"] == pytest.approx(5.5**2 / (4 * 9.25))
+    assert metrics_with(correction="vtrace")["ess"] == pytest.approx(3.5**2 / (4 * 3.25))
+    assert metrics_with(correction="vtrace")["weight_masked"] == 0.5
     assert not WEIGHT_METRICS & metrics_of(PPOConfig(), [None]).keys()
 
 
-# ---- whole updates
+# ---- updates
 
 
 def weights_after(updates=3, **config) -> tuple[dict, dict]:
@@ -254,15 +254,15 @@ def weights_after(updates=3, **config) -> tuple[dict, dict]:
     return lesson.policy.state_dict(), lesson.metrics
 
 
-def test_fresh_data_is_learned_from_bit_for_bit_the_same_with_any_correction():
-    plain, told = weights_after(correction="none")
-    assert not (STALE_METRICS | WEIGHT_METRICS) & set(told)
+def test_updates_on_fresh_data_are_bit_identical_with_any_correction():
+    plain, expected = weights_after(correction="none")
+    assert not (STALE_METRICS | WEIGHT_METRICS) & set(expected)
     for correction in CORRECTIONS[1:]:
         weights, metrics = weights_after(**correction)
-        assert metrics == told and all(torch.equal(weights[name], plain[name]) for name in plain), correction
+        assert metrics == expected and all(torch.equal(weights[name], plain[name]) for name in plain), correction
 
 
-def test_fresh_data_is_learned_from_bit_for_bit_the_same_with_grpo():
+def test_updates_of_grpo_on_fresh_data_are_bit_identical_with_any_correction():
     lessons = [GroupLesson(episodes=2, **correction) for correction in CORRECTIONS[:-1]]
     for lesson in lessons:
         lesson.learn(2)
@@ -271,17 +271,17 @@ def test_fresh_data_is_learned_from_bit_for_bit_the_same_with_grpo():
 
 
 @pytest.mark.parametrize(("learner", "correction"), [("ppo", "decoupled"), ("ppo", "none"), ("grpo", "truncated")])
-def test_where_stale_data_is_expected_fresh_data_is_told_of_too(learner, correction):
+def test_if_stale_data_is_expected_fresh_data_has_the_metrics_of_staleness_too(learner, correction):
     lesson = (Lesson if learner == "ppo" else GroupLesson)(correction=correction)
     getattr(lesson, learner).expect_stale()
     lesson.learn(1)
-    told = {name: lesson.metrics[name] for name in (STALE_METRICS | WEIGHT_METRICS) & set(lesson.metrics)}
+    logged = {name: lesson.metrics[name] for name in (STALE_METRICS | WEIGHT_METRICS) & set(lesson.metrics)}
     weights = {"ess": 1.0, "weight_mean": 1.0, "weight_max": 1.0, "weight_masked": 0.0}
-    assert told == dict.fromkeys(STALE_METRICS, 0.0) | ({} if correction == "none" else weights)
+    assert logged == dict.fromkeys(STALE_METRICS, 0.0) | ({} if correction == "none" else weights)
 
 
 def stale_lesson(lag=2, learner=Lesson, **config):
-    """A lesson that has learned from fresh data `lag` times, and the rollout and the policy from before."""
+    """A lesson after `lag` updates on fresh data, and the rollout and the policy from before them."""
     lesson = learner(**config)
     snapshot = copy.deepcopy(lesson.policy)
     lesson.learn(lag)
@@ -291,7 +291,7 @@ def stale_lesson(lag=2, learner=Lesson, **config):
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_an_update_tells_how_stale_its_data_was(correction):
+def test_an_update_reports_the_staleness_of_its_data(correction):
     lesson, td, _ = stale_lesson(policy_lr=3e-2, **correction)
     # a quarter of the decisions is one version newer
     td["version"][24:] = 1
@@ -304,7 +304,7 @@ def test_an_update_tells_how_stale_its_data_was(correction):
         assert 0 < metrics["ess"] < 1 and metrics["weight_max"] > 1
 
 
-def test_weights_of_an_update_are_those_of_its_first_moment():
+def test_weights_are_computed_once_at_the_start_of_an_update():
     lesson, td, snapshot = stale_lesson(correction="decoupled", weight_cap=1e9, mini_batch_size=64, micro_batch_size=40)
     with torch.no_grad():
         flat = td.flatten(0, 1)
@@ -314,23 +314,23 @@ def test_weights_of_an_update_are_those_of_its_first_moment():
     assert metrics["ess"] == pytest.approx((weight.sum() ** 2 / (len(weight) * weight.square().sum())).item(), rel=1e-4)
 
 
-def test_only_vtrace_asks_the_present_critic():
-    judged = {}
+def test_only_vtrace_uses_values_of_the_current_critic():
+    annotated = {}
     for correction in ("decoupled", "vtrace"):
         lesson, td, snapshot = stale_lesson(correction=correction, gamma=0.9)
         lesson.ppo.off_policy.annotate(td, lesson.ppo.updates)
-        judged[correction] = lesson.ppo._with_advantages(td)
+        annotated[correction] = lesson.ppo._with_advantages(td)
     with torch.no_grad():
         flat = td.flatten(0, 1)
         for correction, policy in (("decoupled", snapshot), ("vtrace", lesson.policy)):
             value = policy.evaluate(flat)["value"].view(td.batch_size)
-            assert torch.allclose(judged[correction]["value"], value, atol=1e-5)
-    assert not torch.allclose(judged["decoupled"]["advantage"], judged["vtrace"]["advantage"], atol=1e-3)
+            assert torch.allclose(annotated[correction]["value"], value, atol=1e-5)
+    assert not torch.allclose(annotated["decoupled"]["advantage"], annotated["vtrace"]["advantage"], atol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["flow_noise", "mdp_noise"])
 @pytest.mark.parametrize("correction", CORRECTIONS[1:])
-def test_chains_are_corrected(method, correction):
+def test_denoising_chains_are_corrected(method, correction):
     policy, buffer = flow_rollout(num_envs=6, **METHODS[method])
     ppo = PPO(PPOConfig(mini_batch_size=64, **correction), policy)
     ppo.update(buffer.rollout())
@@ -339,7 +339,7 @@ def test_chains_are_corrected(method, correction):
 
 
 @pytest.mark.parametrize("method", ["one_step", "mdp_sde"])
-def test_scores_of_some_steps_only_are_refused_where_stale(method):
+def test_methods_that_score_some_steps_only_refuse_stale_data(method):
     policy, buffer = flow_rollout(num_envs=6, **METHODS[method])
     ppo = PPO(PPOConfig(), policy)
     ppo.update(buffer.rollout())
@@ -359,7 +359,7 @@ def test_grpo_learns_from_stale_episodes():
 # ---- the gate
 
 
-def test_who_acted_scores_again_what_the_learner_cannot():
+def test_stale_data_is_gated_with_a_snapshot_of_the_behaviour_policy():
     lesson, td, snapshot = stale_lesson()
     scorer = Scorer(lesson.ppo.config, snapshot, lesson.ppo.distributed)
     assert scorer.replay(td, version=0).drift <= 1e-5
@@ -369,7 +369,7 @@ def test_who_acted_scores_again_what_the_learner_cannot():
         lesson.ppo.gate(scorer.replay(td, version=0))
 
 
-def test_it_looks_at_all_once_and_then_at_a_few_others_each_time(monkeypatch):
+def test_the_gate_replays_all_decisions_once_and_then_random_samples(monkeypatch):
     monkeypatch.setattr("sparring.algorithms.scoring._REPLAYED", 4)
     lesson, td, snapshot = stale_lesson()
     scorer = Scorer(lesson.ppo.config, snapshot, lesson.ppo.distributed)
@@ -388,17 +388,17 @@ def test_it_looks_at_all_once_and_then_at_a_few_others_each_time(monkeypatch):
     assert len(rows[3]) == 4 and set(rows[3]) != set(rows[1])
 
 
-def test_without_it_stale_decisions_are_not_gated_but_fresh_ones_are():
+def test_without_a_snapshot_only_fresh_decisions_are_gated():
     lesson, td, _ = stale_lesson()
     stale = lesson.ppo.update(td)
     assert stale["parity"] == 0 and stale["parity_skipped"] == 1
-    # the same decisions, said to be fresh: other weights took them
+    # the same decisions, marked as on-policy although other weights took them
     td["version"][30:] = lesson.ppo.updates
     with pytest.raises(ParityError):
         lesson.ppo.update(td)
 
 
-def test_a_process_that_begins_with_stale_data_checks_the_first_fresh_rollout_as_a_whole():
+def test_a_process_that_starts_with_stale_data_gates_its_first_fresh_rollout_completely():
     lesson, td, _ = stale_lesson()
     ppo = PPO(PPOConfig(mini_batch_size=32, ppo_epochs=1), lesson.policy)
     ppo.updates = 2
@@ -407,17 +407,17 @@ def test_a_process_that_begins_with_stale_data_checks_the_first_fresh_rollout_as
     lesson.collector.policy, lesson.collector.version = lesson.policy, 3
     lesson.collector.collect(lesson.buffer)
     fresh = lesson.buffer.rollout()
-    # one decision in 512, which a minibatch of 32 would hardly meet
+    # one decision in 512, which a minibatch of 32 is unlikely to contain
     fresh["log_prob"][5, 5] += 0.1
     with pytest.raises(ParityError):
         ppo.update(fresh)
 
 
-# ---- what it is good for
+# ---- learning
 
 
-def reward_behind(lag: int, **config) -> float:
-    """Mean reward, at last, on the identity task, learned from what weights `lag` versions back did."""
+def reward_with_lag(lag: int, **config) -> float:
+    """The final mean reward on the identity task, learned from data of weights `lag` versions back."""
     torch.manual_seed(0)
     env = Env(IdentityBackend(16))
     policy = ActorCritic(ActorCriticConfig(), env.spec, 1)
@@ -434,9 +434,9 @@ def reward_behind(lag: int, **config) -> float:
     return float(buffer.get()["next", "reward"].mean())
 
 
-def test_four_versions_behind_only_corrected_data_teaches_as_well_as_fresh_data():
-    fresh, uncorrected = reward_behind(0), reward_behind(4, correction="none")
-    # what is missing to 1 is twice as much
+def test_with_a_lag_of_four_versions_corrected_data_is_as_good_as_fresh_data():
+    fresh, uncorrected = reward_with_lag(0), reward_with_lag(4, correction="none")
+    # uncorrected data lacks twice as much to the best reward of 1
     assert fresh > 0.92 and uncorrected < 0.87
     for correction in CORRECTIONS[1:]:
-        assert reward_behind(4, **correction) > fresh - 0.015, correction
+        assert reward_with_lag(4, **correction) > fresh - 0.015, correction

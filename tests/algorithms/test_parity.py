@@ -1,4 +1,4 @@
-"""The parity gate passes what is right and trips on every known way of being wrong."""
+"""The parity gate passes correct policies and trips on every known mistake."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def gate(policy, buffer) -> Parity:
 @pytest.mark.parametrize("num_envs", [1, 6, 16])
 @pytest.mark.parametrize("distribution", ["gaussian", "squashed", "gsde", "discrete", "tokens"])
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_every_head_passes_whatever_the_rollout_batch(num_envs, distribution, chunk):
+def test_every_head_passes_with_any_number_of_robots(num_envs, distribution, chunk):
     choices = 4 if distribution == "discrete" else 0
     policy, buffer, _ = rollout_of(choices=choices, num_envs=num_envs, chunk=chunk, distribution=distribution)
     parity = gate(policy, buffer)
@@ -41,7 +41,7 @@ def test_every_head_passes_whatever_the_rollout_batch(num_envs, distribution, ch
     parity.check(1e-4)
 
 
-def test_it_passes_after_updates_and_with_normalisation():
+def test_the_gate_passes_after_updates_and_with_normalisation():
     policy, buffer, collector = rollout_of()
     ppo = PPO(PPOConfig(mini_batch_size=64), policy)
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_a_policy_that_scores_something_else_is_refused(mutant):
         PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
 
 
-def test_dropout_is_read_without_images_too():
+def test_dropout_applies_without_images_too():
     policy, buffer, collector = rollout_of(dropout=0.3)
     policy.eval()
     collector.collect(buffer)
@@ -112,19 +112,19 @@ def test_in_bf16_the_drift_is_within_the_documented_tolerance(distribution):
     exact = rollout_of(choices=choices, num_envs=1, distribution=distribution)[0]
     flat = buffer.get()
     means = [p.evaluate(flat)["trace", "mean"] for p in (policy, exact)]
-    # it really computes in bf16, and scores in float32 or finer
+    # it computes in bf16 and scores in float32 or float64
     assert means[0].dtype == torch.float32 and 1e-5 < (means[0] - means[1]).abs().max() < 0.05
 
 
 def test_counting_steps_that_were_not_executed_is_refused():
     policy, buffer, _ = rollout_of(chunk=3)
     rollout = buffer.get(flatten=False)
-    rollout["next", "executed"][:] = 2  # as if every chunk had ended early, unknown to whoever wrote log_prob
+    rollout["next", "executed"][:] = 2  # every chunk ended early, but log_prob counts all three steps
     with pytest.raises(ParityError, match="score .*executed_mask"):
         PPO(PPOConfig(), policy).update(rollout)
 
 
-def test_later_updates_are_gated_too():
+def test_later_updates_are_gated():
     policy, buffer, collector = rollout_of()
     ppo = PPO(PPOConfig(), policy)
     ppo.update(buffer.get(flatten=False))
@@ -135,14 +135,14 @@ def test_later_updates_are_gated_too():
         ppo.update(buffer.get(flatten=False))
 
 
-def test_a_normaliser_that_changed_in_between_is_refused():
+def test_a_normaliser_that_changed_after_acting_is_refused():
     policy, buffer, _ = rollout_of()
     policy.encoder.normalizer.update(torch.randn(100, 1) * 0.1)
     with pytest.raises(ParityError):
         PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
 
 
-def test_weights_that_changed_in_between_are_refused_before_any_gradient_step():
+def test_weights_that_changed_after_acting_are_refused_before_any_gradient_step():
     policy, buffer, _ = rollout_of()
     with torch.no_grad():
         policy.head.linear.bias += 0.01

@@ -1,4 +1,4 @@
-"""benchmarks/parity_vla.py: what it measures of each kind of policy, and that mutants are told from it."""
+"""benchmarks/parity_vla.py: each kind of policy passes and its mutants do not."""
 
 import pytest
 import tiny_pi0
@@ -21,8 +21,8 @@ def test_each_kind_passes_with_lora_in_bf16_and_its_mutants_do_not(checkpoint, n
     assert judged(values, "bf16")["passes"] and values["dims"] == 0 and values["value"] < 0.01
     for mutant in MUTANTS.values():
         mutant(policy)
-        told = judged(measure(policy, buffer), "bf16")
-        assert not told["passes"] and told["over"]["drift"] > told["limits"]["drift"] == 0.05
+        verdict = judged(measure(policy, buffer), "bf16")
+        assert not verdict["passes"] and verdict["over"]["drift"] > verdict["limits"]["drift"] == 0.05
         policy.eval()
 
 
@@ -33,7 +33,7 @@ def test_the_table_has_every_case():
     assert more == {("native_vla, tiny, graphs", "bf16")}
 
 
-def test_a_difference_that_is_no_number_does_not_pass():
+def test_a_difference_of_nan_does_not_pass():
     fine = dict.fromkeys(("drift", "sample", "dims", "score"), 0.0)
     assert judged(fine, "fp32")["passes"]
     assert list(judged(fine | {"drift": float("nan"), "dims": 1.0}, "fp32")["over"]) == ["drift", "dims"]

@@ -1,4 +1,4 @@
-"""PPO's loss by hand, its switches by effect, and that it learns only with the right signs."""
+"""PPO: its loss by hand, the effect of its settings, and that it learns with the right signs only."""
 
 import math
 
@@ -38,7 +38,7 @@ def batch(advantage, ratio, value=0.0, target=0.0, old_value=0.0):
     return acted, scored
 
 
-def test_the_leash_to_a_reference_by_hand():
+def test_the_kl_penalty_to_a_reference_by_hand():
     acted, scored = batch([0.0, 0.0], [1.0, 1.0], value=1.0, target=1.0)
     acted["reference_log_prob"] = torch.tensor([2.0, 0.5]).log()
     loss, terms = ppo_loss(PPOConfig(kl_coef=0.1), 0.2, acted, scored)
@@ -114,13 +114,13 @@ class Lesson:
         {"value_clip": 0.2, "target_kl": 0.05, "entropy_coef": 1e-3, "critic_lr": 1e-3},
     ],
 )
-def test_it_learns_the_identity(options):
+def test_ppo_learns_the_identity(options):
     lesson = Lesson(**options)
     start, end = lesson.learn(1), lesson.learn(25 * lesson.policy.chunk)
     assert start < 0.6 and end > (0.9 if options.get("choices") else 0.75)
 
 
-def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
+def test_with_a_flipped_sign_of_the_advantage_the_reward_falls(monkeypatch):
     def flipped(config, clip, acted, *others):
         mirrored = acted.clone().set("advantage", -acted["advantage"])
         return ppo_loss(config, clip, mirrored, *others)
@@ -133,23 +133,23 @@ def test_with_the_sign_of_the_gain_flipped_it_unlearns(monkeypatch):
 
 @pytest.mark.parametrize("policy", [{}, {"distribution": "squashed"}, {"distribution": "gsde", "init_std": 0.1}])
 def test_entropy_bonus_widens_every_continuous_policy(policy):
-    plain, curious = Lesson(policy=policy), Lesson(policy=policy, entropy_coef=3.0)
-    plain.learn(10), curious.learn(10)
-    assert curious.metrics["entropy"] > plain.metrics["entropy"] + 0.3
-    assert curious.policy.head.log_std.mean() > plain.policy.head.log_std.mean() + 0.1
-    assert curious.metrics["approx_kl"] < 0.2
+    plain, with_bonus = Lesson(policy=policy), Lesson(policy=policy, entropy_coef=3.0)
+    plain.learn(10), with_bonus.learn(10)
+    assert with_bonus.metrics["entropy"] > plain.metrics["entropy"] + 0.3
+    assert with_bonus.policy.head.log_std.mean() > plain.policy.head.log_std.mean() + 0.1
+    assert with_bonus.metrics["approx_kl"] < 0.2
 
 
 def test_kl_stop_saves_gradient_steps():
-    eager, careful = Lesson(policy_lr=3e-2), Lesson(policy_lr=3e-2, target_kl=1e-4)
-    eager.learn(2), careful.learn(2)
-    assert eager.metrics["gradient_steps"] == 5 * 4 and careful.metrics["gradient_steps"] == 4
+    without_stop, with_stop = Lesson(policy_lr=3e-2), Lesson(policy_lr=3e-2, target_kl=1e-4)
+    without_stop.learn(2), with_stop.learn(2)
+    assert without_stop.metrics["gradient_steps"] == 5 * 4 and with_stop.metrics["gradient_steps"] == 4
 
 
 def test_learning_rates_are_separate_and_schedule():
     lesson = Lesson(policy_lr=1e-3, critic_lr=1e-4, lr_schedule="linear", warmup_updates=2)
     lesson.collector.collect(lesson.buffer)
-    # half way (linear: 0.5), first of two warm-up updates: another 0.5
+    # at half of training (linear: 0.5), in the first of two warm-up updates: another 0.5
     assert lesson.ppo.update(lesson.buffer.get(flatten=False), progress=0.5)["lr"] == pytest.approx(2.5e-4)
     assert [g["lr"] for g in lesson.ppo.step.optimizer.param_groups] == pytest.approx([2.5e-4, 2.5e-5])
 
@@ -160,7 +160,7 @@ def test_linear_clip_ends_at_zero():
     assert lesson.ppo.update(lesson.buffer.get(flatten=False), progress=1.0)["clip_fraction"] > 0.9
 
 
-def test_the_critic_learns_with_its_own_rate_and_the_rest_with_the_other():
+def test_critic_lr_applies_to_the_critic_and_policy_lr_to_the_rest():
     frozen = Lesson(policy_lr=1e-12, critic_lr=1e-2)
     before = {name: p.clone() for name, p in frozen.policy.named_parameters()}
     frozen.learn(1)
@@ -179,7 +179,7 @@ def test_gradients_are_clipped_to_their_norm():
     assert total.item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_images_too_small_for_the_convolutions_are_told():
+def test_images_too_small_for_the_convolutions_are_refused():
     from sparring.contract import EnvSpec
 
     spec = EnvSpec({"image/head": ((3, 32, 32), "uint8")}, 2)
@@ -188,8 +188,8 @@ def test_images_too_small_for_the_convolutions_are_told():
     ActorCritic(ActorCriticConfig(channels=(8, 8)), spec, 1)
 
 
-def test_images_are_learned_from():
-    """A CNN tells a bright picture from a dark one."""
+def test_ppo_learns_from_images():
+    """A CNN learns the brightness of an image."""
     from doubles_image import BrightnessBackend
 
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_images_are_learned_from():
 
 
 class OneOfTwo(Distributed):
-    """One of two processes; `held`: of each, how many decisions, and whether they count."""
+    """One of two processes; `held`: for each, the number of decisions and whether they count."""
 
     def __init__(self, rank: int, held: list[tuple[int, bool]]):
         super().__init__("cpu")
@@ -219,7 +219,7 @@ class OneOfTwo(Distributed):
 
 
 @pytest.mark.parametrize("counts", [(True, True), (True, False)])
-def test_each_decision_counts_alike_in_whichever_process_it_is(counts):
+def test_each_decision_has_the_same_weight_in_any_process(counts):
     values = [torch.tensor([1.0, 2, 3, 4, 5, 6, 7]), torch.tensor([10.0, 20, 30])]
     held = [(len(each), counted) for each, counted in zip(values, counts, strict=True)]
     spec = Env(IdentityBackend(1), "cpu").spec
@@ -227,11 +227,11 @@ def test_each_decision_counts_alike_in_whichever_process_it_is(counts):
     for rank, (each, counted) in enumerate(held):
         policy = ActorCritic(ActorCriticConfig(hidden=[4]), spec, 1)
         algorithm = PPO(PPOConfig(mini_batch_size=4), policy, OneOfTwo(rank, held))
-        seen = {"observation": {"state": torch.zeros(each, 1)}, "action": torch.zeros(each, 1, 1), "trace": {}}
-        flat = TensorDict(seen | {"number": values[rank]}, [each])
+        columns = {"observation": {"state": torch.zeros(each, 1)}, "action": torch.zeros(each, 1, 1), "trace": {}}
+        flat = TensorDict(columns | {"number": values[rank]}, [each])
         minibatches = algorithm.minibatches(Decisions(flat), ["number"], 1, [], counted)
         shares.append([(batch["number"], weight) for batch, weight in minibatches])
-    # of each minibatch the processes average their weighted means
+    # for each minibatch the processes average their weighted means
     for (one, weight), (other, other_weight) in zip(*shares, strict=True):
         averaged = (weight * one.mean() + other_weight * other.mean()) / 2
         together = torch.cat([one, other]) if counts[1] else one
@@ -239,7 +239,7 @@ def test_each_decision_counts_alike_in_whichever_process_it_is(counts):
     assert [len(one) for one, _ in shares[0]] == [4, 3] and [len(one) for one, _ in shares[1]] == [2, 1]
 
 
-def test_the_gradient_of_a_minibatch_is_weighed():
+def test_the_gradient_of_a_minibatch_is_weighted():
     policy = ActorCritic(ActorCriticConfig(hidden=[4]), Env(IdentityBackend(1), "cpu").spec, 1)
     step, batch = PPO(PPOConfig(), policy).step, TensorDict({"state": torch.ones(2, 1)}, [2])
     step.scale_lr(0.0)

@@ -1,4 +1,4 @@
-"""What PPO can do beside the plain update: each switch by its effect."""
+"""Options of PPO, each by its effect."""
 
 import math
 
@@ -30,7 +30,7 @@ def moved(before, after) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_only_the_critic_learns_while_it_warms_up():
+def test_only_the_critic_learns_during_its_warm_up():
     lesson = Lesson(critic_warmup_updates=2)
     start = parameters_of(lesson)
     lesson.learn(2)
@@ -47,7 +47,7 @@ def test_the_warm_up_leaves_no_momentum_behind():
     assert policy_vector not in lesson.ppo.step.optimizer.state and critic_vector in lesson.ppo.step.optimizer.state
 
 
-def test_a_group_that_rested_is_clipped_with_the_others_again():
+def test_gradient_clipping_includes_all_groups_that_learn():
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
     groups = [{"params": [one], "lr": 0.1}, {"params": [other], "lr": 0.1}]
     step = GradientStep(groups, Distributed("cpu"), 1.0, "ppo.policy_lr=0.1")
@@ -57,7 +57,7 @@ def test_a_group_that_rested_is_clipped_with_the_others_again():
     assert one.grad.norm() == pytest.approx(0.6) and other.grad.norm() == pytest.approx(0.8)
 
 
-def test_a_policy_that_does_not_name_its_critic_cannot_warm_it_up():
+def test_critic_warm_up_needs_a_policy_that_names_its_critic():
     class Anonymous(ActorCritic):
         def critic_parameters(self):
             return []
@@ -67,7 +67,7 @@ def test_a_policy_that_does_not_name_its_critic_cannot_warm_it_up():
         PPO(PPOConfig(critic_warmup_updates=3), policy)
 
 
-def test_an_algorithm_of_ones_own_has_the_section_of_the_one_it_is_made_from():
+def test_a_derived_algorithm_has_the_config_section_of_its_base():
     for base, section in ((PPO, PPOConfig), (GRPO, GRPOConfig)):
         assert config_class(type("Mine", (base,), {}), "algorithm") is section
 
@@ -78,12 +78,12 @@ def test_micro_batches_add_up_to_their_minibatch():
     whole, parts = Lesson(**options), Lesson(**options, micro_batch_size=48)
     sizes, evaluate = [], parts.policy.evaluate
 
-    def watched(td):
+    def recorded(td):
         if torch.is_grad_enabled():
             sizes.append(len(td))
         return evaluate(td)
 
-    parts.policy.evaluate = watched
+    parts.policy.evaluate = recorded
     whole.learn(2), parts.learn(2)
     assert sizes[:12] == [48, 48, 48, 27] * 2 + [48, 48, 48, 26]
     assert parts.metrics["gradient_steps"] == whole.metrics["gradient_steps"] == 3
@@ -111,13 +111,13 @@ def test_a_clipped_ratio_has_no_gradient_even_where_it_would_overflow(log_ratio,
     assert log_ratios.grad.tolist() == pytest.approx([0.0, -advantage * math.exp(0.1) / 2])
 
 
-def test_the_kl_to_a_reference_that_is_out_of_reach_has_no_gradient():
+def test_the_kl_to_a_distant_reference_is_finite_and_has_no_gradient():
     log_prob = torch.tensor([-100.0, 0.0, 100.0], requires_grad=True)
     acted = TensorDict({"reference_log_prob": torch.tensor([0.0, 0.1, 0.0])}, [3])
     kl = LossTerms.reference_kl(acted, TensorDict({"log_prob": log_prob}, [3]))
     kl.backward()
     assert math.isfinite(kl.item())
-    # of (r - 1) - log r, log r = reference - present: 1 - r, and 1 where the present is far likelier
+    # the gradient of (r - 1) - log r, log r = reference - present: 1 - r, and 1 where the present is far likelier
     assert log_prob.grad.tolist() == pytest.approx([0.0, (1 - math.exp(0.1)) / 3, 1 / 3])
 
 
@@ -130,7 +130,7 @@ def test_each_denoising_step_is_clipped_by_itself_and_weighted():
 
 
 class StepByStep(ActorCritic):
-    """Counts every position of its chunk as an action of its own, as denoising steps do."""
+    """Scores every position of its chunk separately, as denoising steps do."""
 
     def __init__(self, config, spec, chunk, weights):
         super().__init__(config, spec, chunk)
@@ -152,7 +152,7 @@ def step_by_step(weights) -> Lesson:
     return lesson
 
 
-def test_a_policy_scored_step_by_step_learns():
+def test_a_policy_with_scores_per_step_learns():
     lesson = step_by_step([1.0, 1.0])
     start, end = lesson.learn(1), lesson.learn(50)
     assert lesson.buffer.get()["log_prob"].shape == (512, 2)
@@ -167,13 +167,13 @@ def test_a_step_of_weight_0_has_no_gradient():
     assert not torch.equal(start[0], after[0]) and torch.equal(start[1], after[1])
 
 
-def test_scores_of_another_shape_than_the_steps_are_refused():
+def test_scores_of_another_shape_than_the_step_weights_are_refused():
     lesson = step_by_step([1.0, 1.0, 1.0])
     with pytest.raises(ContractError, match=r"log_prob has shape \[32, 16, 2\], expected \[32, 16, 3\]"):
         lesson.learn(1)
 
 
-def test_step_by_step_scores_are_gated():
+def test_scores_per_step_are_gated():
     lesson = step_by_step([1.0, 1.0])
     lesson.collector.collect(lesson.buffer)
     # a shift that cancels in the sum of both steps
@@ -189,7 +189,7 @@ class WithDropout(ActorCritic):
         self.actor.append(nn.Dropout(0.5))
 
 
-def test_finetune_switches_dropout_off_and_the_gate_trips_where_it_is_on():
+def test_finetune_disables_dropout_and_the_gate_trips_if_it_is_enabled():
     from sparring.data.buffer import RolloutBuffer
     from sparring.phases.finetune import Finetune
 
@@ -209,7 +209,7 @@ def test_finetune_switches_dropout_off_and_the_gate_trips_where_it_is_on():
 
 
 class FarLesson(Lesson):
-    """100 more for every step: with gamma 0.9, what is worth nothing otherwise is worth 1000."""
+    """Adds 100 to every reward: with gamma 0.9 this adds 1000 to every return."""
 
     def collect(self) -> TensorDict:
         self.collector.version = self.ppo.updates
@@ -226,16 +226,16 @@ class FarLesson(Lesson):
         return rollout["value"]
 
 
-def test_a_critic_begins_at_the_level_of_its_returns():
+def test_with_normalize_value_the_critic_starts_at_the_level_of_the_returns():
     plain, normal = FarLesson(gamma=0.9), FarLesson(gamma=0.9, normalize_value=True)
     assert plain.learn_far(2).mean() < 50
     assert normal.learn_far(2).mean() == pytest.approx(1000, rel=0.02)
-    # what it does not foresee is no more than what there is to gain
+    # the remaining error is no larger than the rewards that can be gained
     assert normal.metrics["value_loss"] < 100 < 1e4 < plain.metrics["value_loss"]
 
 
 @pytest.mark.parametrize("correction", ["none", "decoupled", "vtrace"])
-def test_what_it_judged_before_is_raised_as_well_where_robots_are_ahead(correction):
+def test_the_level_is_added_to_values_that_were_collected_before_it_was_known(correction):
     lesson = FarLesson(gamma=0.9, normalize_value=True, correction=correction)
     lesson.ppo.expect_stale()
     ahead = [lesson.collect() for _ in range(3)]
@@ -249,7 +249,7 @@ def test_what_it_judged_before_is_raised_as_well_where_robots_are_ahead(correcti
 
 
 @pytest.mark.parametrize("correction", ["none", "decoupled"])
-def test_but_not_again_and_again_where_nobody_counts_versions(correction):
+def test_the_level_is_added_once_even_if_versions_are_not_counted(correction):
     lesson = FarLesson(gamma=0.9, normalize_value=True, correction=correction)
     for _ in range(5):
         rollout = lesson.collect()
@@ -258,7 +258,7 @@ def test_but_not_again_and_again_where_nobody_counts_versions(correction):
         assert metrics["return_mean"] == pytest.approx(1000, rel=0.02)
 
 
-def test_a_critic_that_knows_its_returns_stays_where_it_is():
+def test_a_critic_at_the_level_of_its_returns_is_not_shifted():
     lesson = FarLesson(gamma=0.9, normalize_value=True)
     lesson.learn_far(3)
     other = PPO(lesson.ppo.config, lesson.policy)
@@ -266,13 +266,13 @@ def test_a_critic_that_knows_its_returns_stays_where_it_is():
     assert other.level == 0 and lesson.ppo.level == pytest.approx(1000, rel=0.02)
 
 
-def test_and_learns_in_units_of_their_spread():
+def test_the_value_loss_is_in_units_of_the_spread_of_returns():
     acted, scored = batch([0.0, 0.0], [1.0, 1.0], value=3.0, target=1.0)
     loss, terms = ppo_loss(PPOConfig(value_loss_coef=0.5), 0.2, acted, scored, None, unit=10.0)
     assert loss.item() == pytest.approx(0.5 * 4.0 / 100) and terms.scalars["value_loss"].item() == pytest.approx(4.0)
 
 
-def test_its_judgement_does_not_change_with_the_unit():
+def test_values_do_not_change_with_the_unit():
     lesson = Lesson()
     critic, td = lesson.policy.critic, lesson.env.reset(0, "train", 0)
     features = torch.randn(16, critic.hidden[0].in_features)
@@ -287,7 +287,7 @@ def test_its_judgement_does_not_change_with_the_unit():
     torch.testing.assert_close(critic(features, td), before + 7, atol=1e-3, rtol=0)
 
 
-def test_only_a_critic_of_ours_can_be_fitted():
+def test_normalize_value_needs_a_critic_of_the_library():
     policy = Lesson().policy
     policy.critic = nn.Linear(3, 1)
     with pytest.raises(UserError, match="normalize_value=true .*ActorCritic"):

@@ -1,4 +1,4 @@
-"""Gradient steps on a world model: what moves, what stays, what is saved, and that it learns."""
+"""Gradient steps on a world model: which parts learn, the learning rate, resume, and learned predictions."""
 
 import copy
 from types import SimpleNamespace
@@ -27,46 +27,46 @@ def split(model) -> tuple[dict, dict]:
     return tokens, {name: p for name, p in weights.items() if name not in tokens}
 
 
-def same(one: dict, other: dict) -> bool:
+def all_equal(one: dict, other: dict) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_first_the_tokenizer_learns_then_all_but_it():
+def test_the_tokenizer_learns_first_and_then_everything_else():
     model = make(tokenizer_steps=3)
     learner, data = learner_of(model), batches()
     tokens, others = split(model)
     metrics = learner.update(data, 3, 0.0)
     assert "loss_tokenizer" in metrics and "loss_tokens" not in metrics
     learned_tokens, untouched = split(model)
-    assert not same(tokens, learned_tokens) and same(others, untouched)
+    assert not all_equal(tokens, learned_tokens) and all_equal(others, untouched)
     metrics = learner.update(data, 3, 0.0)
     assert "loss_tokens" in metrics and "loss_tokenizer" not in metrics
     frozen, learned = split(model)
-    # to the bit: neither momentum nor weight decay may move what has stopped to learn
-    assert same(learned_tokens, frozen) and not same(untouched, learned)
+    # bit-identical: neither momentum nor weight decay may change what no longer learns
+    assert all_equal(learned_tokens, frozen) and not all_equal(untouched, learned)
     assert int(model.steps) == 6
 
 
-def test_metrics_of_a_part_that_began_in_between():
+def test_an_update_in_which_the_tokenizer_finishes_has_the_metrics_of_both_parts():
     metrics = learner_of(make(tokenizer_steps=2)).update(batches(), 3, 0.0)
     assert {"loss_tokenizer", "loss_tokens", "accuracy", "loss", "grad_norm", "lr"} <= metrics.keys()
 
 
-def test_the_learning_rate_rises_and_falls():
+def test_the_learning_rate_warms_up_and_decays():
     learner, data = learner_of(make(), 1.0e-3), batches(2, 2)
     assert abs(learner.update(data, 1, 0.0)["lr"] - 1e-3 / 50) < 1e-9
     assert abs(learner.update(data, 1, 0.5)["lr"] - 0.5e-3 * 2 / 50) < 1e-9
 
 
-def test_the_tokenizer_comes_to_rest_before_it_stops():
+def test_the_learning_rate_of_the_tokenizer_decays_before_it_stops():
     learner, data = learner_of(make(tokenizer_steps=20), 1e-3), batches(2, 2)
     learner.update(data, 19, 0.0)
-    # twice as fast as the rest, but a twentieth of it is left (and the 20th of 50 steps in which it rises)
+    # twice the rate of the rest, times the last twentieth of its decay, times step 20 of 50 of the warm-up
     assert abs(learner.update(data, 1, 0.0)["lr"] - 1e-3 * 2 * 0.05 * 20 / 50) < 1e-9
     assert abs(learner.update(data, 1, 0.0)["lr"] - 1e-3 / 50) < 1e-9
 
 
-def test_saved_and_loaded_it_takes_the_same_next_step():
+def test_a_loaded_learner_takes_the_same_next_steps():
     for steps in (2, 4, 5):  # while the tokenizer learns, just when it stops, and after
         model = make(tokenizer_steps=4)
         learner = learner_of(model)
@@ -74,7 +74,7 @@ def test_saved_and_loaded_it_takes_the_same_next_step():
         other = make(seed=1, tokenizer_steps=4)
         other_learner = learner_of(other)
         other.load_state_dict(model.state_dict())
-        # as from a file: an optimiser that is handed the other's own tensors would share them
+        # a copy, as from a file: otherwise both optimisers would share tensors
         other_learner.load_state_dict(copy.deepcopy(learner.state_dict()))
         for each in (learner, other_learner):
             torch.manual_seed(7)
@@ -82,8 +82,8 @@ def test_saved_and_loaded_it_takes_the_same_next_step():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_it_learns_what_actions_do():
-    """Better than copying on what it has not seen, and worse when told the wrong action."""
+def test_the_model_learns_the_effect_of_actions():
+    """On held-out windows it predicts better than copying the frame, and worse with the wrong action."""
     model = make(tokenizer_steps=100, members=2)
     learner, data = learner_of(model), batches()
     learner.update(data, 220, 0.2)
@@ -92,24 +92,24 @@ def test_it_learns_what_actions_do():
     predicted = model.predict(td)
     other = td.clone()
     other["action"] = -td["action"]
-    misled = model.predict(other)
+    with_wrong_action = model.predict(other)
     for camera in model.cameras:
         now, true = td["observation", "image", camera].float(), td["next", "observation", "image", camera].float()
         error, copied, wrong = (
-            (picture.float() - true).square().mean()
-            for picture in (predicted["image", camera], now, misled["image", camera])
+            (image.float() - true).square().mean()
+            for image in (predicted["image", camera], now, with_wrong_action["image", camera])
         )
         assert error < 0.3 * copied < wrong
-    told, scored = model.correct_tokens(td), model.score(td)
-    assert told["right"].float().mean() > 0.9 > told["copied"].float().mean()
+    tokens, scored = model.correct_tokens(td), model.score(td)
+    assert tokens["right"].float().mean() > 0.9 > tokens["copied"].float().mean()
     assert (scored["error"] < model.score(other)["error"]).float().mean() > 0.9
     assert (predicted["state"] - td["next", "observation", "state"]).abs().mean() < 0.25
     assert (predicted["reward"] - td["next", "reward"].sum(-1)).abs().mean() < 0.25
     assert predicted["terminated"].max() < 0.2
 
 
-def test_it_remembers():
-    """A colour that is shown once is asked for three frames later: without a memory nobody can know it."""
+def test_the_model_learns_to_use_its_memory():
+    """A colour that is shown once returns three frames later: it is predictable with a memory only."""
     windows = {}
     for name in ("memory", "none"):
         model = make(tokenizer_steps=50, members=1, memory_channels=8)
@@ -122,8 +122,8 @@ def test_it_remembers():
 
 
 def error_of_last(model, window) -> float:
-    entered = window["memory_after"][:, -2]
-    last = window[:, -1].set(("memory", "world_model"), entered)
+    memory = window["memory_after"][:, -2]
+    last = window[:, -1].set(("memory", "world_model"), memory)
     return model.score(last)["error"].mean().item()
 
 
@@ -141,14 +141,14 @@ def flashes(cleared: bool, first: int = 0):
         for camera in ("head", "wrist"):
             window["observation", "image", camera] = frames[:, :4]
             window["next", "observation", "image", camera] = frames[:, 1:]
-        # when it will come back is told; which colour is not
+        # the state shows when the colour returns, not which one
         clock = torch.arange(5.0).expand(8, -1)[..., None].expand(-1, -1, 2)
         window["observation", "state"], window["next", "observation", "state"] = clock[:, :4], clock[:, 1:]
         window["is_first"] = torch.ones(8, 4, dtype=torch.bool) if cleared else window["is_first"]
         yield window
 
 
-def test_the_doubles_say_what_the_spec_does():
+def test_the_shapes_of_the_windows_are_those_of_the_spec():
     window = moving_windows(2, 3)
     for name, (shape, _) in SPEC.observation.items():
         assert window["observation", *name.split("/")].shape[2:] == shape

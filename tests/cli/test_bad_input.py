@@ -1,4 +1,4 @@
-"""Nonsense on the command line, odd files and a machine that has no more: a sentence and an exit code, no traceback."""
+"""Invalid arguments, odd files and exhausted resources end with a one-line error and an exit code, no traceback."""
 
 import errno
 import json
@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from doubles_report import make_run
-from test_cli import COMMANDS, SHORT, SPARRING, told
+from test_cli import COMMANDS, SHORT, SPARRING, run_cli
 
 from sparring.cli.main import main
 from sparring.config.schema import load_config
@@ -18,7 +18,7 @@ from sparring.runs.folder import folder_lock
 
 NONSENSE = ["", "\0", "a" * 5000, "a/" * 3000, "-1", "0", "nan", "1e999", "9" * 5000, "fifo", "dir", "link", "--", "["]
 NONSENSE += ["/dev/null/x", "\udcff", "é\u202e\n", "&a [*a]", "gym:", "a:b", "x=y", "ppo.gamma=["]
-# what a command needs besides
+# the positional arguments that a command needs
 WORDS = {
     "train": ["finetune"],
     "eval": ["none"],
@@ -35,7 +35,7 @@ WORDS = {
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
-    """A folder with a run and odd files; commands stop where they would take long."""
+    """A folder with a run and odd files; commands stop before slow work."""
 
     def stop(*_, **__):
         raise UserError("this is as far as it goes here")
@@ -53,7 +53,7 @@ def work(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
-def test_nonsense_for_any_flag_and_word_is_refused_or_taken(work, capsys, command):
+def test_invalid_values_of_all_arguments_are_refused_or_accepted(work, capsys, command):
     actions = [action for action in COMMANDS[command]._actions if action.nargs != 0]
     words = WORDS.get(command, [])
     given = [
@@ -62,7 +62,7 @@ def test_nonsense_for_any_flag_and_word_is_refused_or_taken(work, capsys, comman
     given += [[*words, f"{a.option_strings[0]}={text}"] for a in actions if a.option_strings for text in NONSENSE]
     given += [[text, *words[1:]] for a in actions if not a.option_strings for text in NONSENSE]
     for case in given:
-        code, _, err = told(capsys, command, *case)  # another exception ends the test
+        code, _, err = run_cli(capsys, command, *case)  # another exception ends the test
         assert code in (0, 1, 2), case
         assert code == 0 or err.strip(), case
     assert (work / "link").is_symlink() and (work / "fifo").is_fifo()
@@ -84,18 +84,18 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("words", EMPTY)
-def test_a_shell_variable_that_is_not_set_is_not_taken_for_the_default(work, capsys, words):
-    code, out, err = told(capsys, *words.split(" "))
+def test_empty_value_is_refused(work, capsys, words):
+    code, out, err = run_cli(capsys, *words.split(" "))
     assert (code, out) == (2, "") and err.startswith(f"sparring: {EMPTY[words]}")
 
 
-def test_an_empty_output_base_is_none(monkeypatch):
+def test_empty_output_base_is_ignored(monkeypatch):
     monkeypatch.setenv("OUTPUT_BASE", "")
     assert str(load_config().run_folder) == "outputs/finetune_rl"
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "'a/b': No space left on device; make room, or"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "Disk quota exceeded; make room"),
@@ -106,19 +106,19 @@ def test_an_empty_output_base_is_none(monkeypatch):
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 2, "'x': Is a directory"),
     ],
 )
-def test_errors_of_the_machine_are_sentences(monkeypatch, capsys, error, code, said):
+def test_system_errors_are_one_line_errors(monkeypatch, capsys, error, code, message):
     def fail(*_):
         raise error
 
     monkeypatch.setattr("sparring.runs.listing.find_runs", fail)
-    got, out, err = told(capsys, "runs")
-    assert (got, out) == (code, "") and err.startswith(f"sparring: {said}") and err.count("\n") == 1
+    got, out, err = run_cli(capsys, "runs")
+    assert (got, out) == (code, "") and err.startswith(f"sparring: {message}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "error", [FileNotFoundError(errno.ENOENT, "No such file", "x"), OSError("odd"), ValueError("x")]
 )
-def test_mistakes_of_ours_are_not_hidden(monkeypatch, error):
+def test_unexpected_exceptions_are_not_caught(monkeypatch, error):
     def fail(*_):
         raise error
 
@@ -128,7 +128,7 @@ def test_mistakes_of_ours_are_not_hidden(monkeypatch, error):
 
 
 def limited(limit, number, words, **options):
-    """The command in a process that may have so much of something."""
+    """Run a command in a process with a resource limit."""
     return subprocess.run(
         [*SPARRING, *words],
         capture_output=True,
@@ -139,14 +139,14 @@ def limited(limit, number, words, **options):
     )
 
 
-def test_a_full_stdout_is_a_sentence():
+def test_full_stdout_is_a_one_line_error():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*SPARRING, "config"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("sparring: No space left on device; make room") and done.stderr.count("\n") == 1
 
 
-def test_a_report_that_the_disk_does_not_take(tmp_path):
+def test_report_that_does_not_fit_on_the_disk_keeps_the_old_one(tmp_path):
     make_run(tmp_path / "run")
     (tmp_path / "run/report.html").write_text("the last one")
     done = limited(resource.RLIMIT_FSIZE, 10_000, ["report", "run"], cwd=tmp_path)
@@ -157,7 +157,7 @@ def test_a_report_that_the_disk_does_not_take(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["train", "finetune", *SHORT], ["config", "import", "old.yaml"]])
-def test_a_disk_without_room_for_a_file_keeps_nothing_of_it(tmp_path, words):
+def test_file_that_does_not_fit_on_the_disk_is_removed(tmp_path, words):
     (tmp_path / "old.yaml").write_text("task_name: reach_d0\n")
     done = limited(resource.RLIMIT_FSIZE, 100, [*words, "--output", "out"], cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.count("sparring: ") == 1, done.stderr
@@ -166,7 +166,7 @@ def test_a_disk_without_room_for_a_file_keeps_nothing_of_it(tmp_path, words):
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] in (["old.yaml"], ["old.yaml", "writer.lock"])
 
 
-def test_a_disk_that_is_full_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
+def test_full_disk_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
     words = ["train", "finetune", *SHORT, "--output", str(tmp_path / "run"), "training.save_every=1"]
     first = subprocess.run([*SPARRING, *words], capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
@@ -180,14 +180,14 @@ def test_a_disk_that_is_full_ends_a_run_and_keeps_the_last_checkpoint(tmp_path):
     assert {path.name: path.read_bytes() for path in newest.iterdir()} == whole
 
 
-def test_nothing_is_written_through_a_link(tmp_path, monkeypatch, capsys):
+def test_report_is_not_written_through_a_link(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run, precious = make_run(tmp_path / "run"), tmp_path / "precious"
     precious.write_text("kept")
     (run / "report.html").symlink_to(precious)
-    assert told(capsys, "report", "run")[0] == 2
+    assert run_cli(capsys, "report", "run")[0] == 2
     (tmp_path / ".other.html.partial").symlink_to(precious)
-    assert told(capsys, "report", "run", "--output", "other.html")[0] == 0
+    assert run_cli(capsys, "report", "run", "--output", "other.html")[0] == 0
     assert precious.read_text() == "kept" and (run / "report.html").is_symlink()
     assert not (tmp_path / "other.html").is_symlink()
 
@@ -202,7 +202,7 @@ def test_nothing_is_written_through_a_link(tmp_path, monkeypatch, capsys):
         {"state": 7, "last": {"x": [[[[]]]]}, "system": {"a": {"b": "c"}}, "seconds": "long"},
     ],
 )
-def test_any_status_is_listed_and_reported(tmp_path, monkeypatch, capsys, status):
+def test_runs_and_report_accept_any_status_file(tmp_path, monkeypatch, capsys, status):
     monkeypatch.chdir(tmp_path)
     file = make_run(tmp_path / "run") / "status.json"
     file.unlink()
@@ -217,14 +217,14 @@ def test_any_status_is_listed_and_reported(tmp_path, monkeypatch, capsys, status
     else:
         file.symlink_to(status)
     for words in (["runs", "."], ["runs", ".", "--json"], ["report", "run", "--output", "page.html"]):
-        code, out, err = told(capsys, *words)
-        # of those, only the one that says how the run fares is believed
-        is_told = words[0] == "report" and not (isinstance(status, dict) and {"state", "updated"} <= status.keys())
-        assert code == 0 and out and err.startswith("'run': status.json") == is_told == bool(err)
+        code, out, err = run_cli(capsys, *words)
+        # a status with `state` and `updated` is used; the report warns about all others
+        warns = words[0] == "report" and not (isinstance(status, dict) and {"state", "updated"} <= status.keys())
+        assert code == 0 and out and err.startswith("'run': status.json") == warns == bool(err)
 
 
 @pytest.mark.parametrize("name", ["episode_metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "videos/index.jsonl"])
-def test_any_line_is_read_past(tmp_path, monkeypatch, capsys, name):
+def test_runs_and_report_skip_invalid_lines(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
     file = make_run(tmp_path / "run") / name
     file.parent.mkdir(exist_ok=True)
@@ -238,18 +238,18 @@ def test_any_line_is_read_past(tmp_path, monkeypatch, capsys, name):
     ]
     with file.open("a") as opened:
         opened.write("\n".join(lines) + "\n")
-    assert told(capsys, "report", "run", "--output", "page.html")[0] == 0
+    assert run_cli(capsys, "report", "run", "--output", "page.html")[0] == 0
     file.unlink()
     os.mkfifo(file)
-    assert told(capsys, "report", "run", "--output", "page.html")[0] == 0
-    assert told(capsys, "runs", ".")[0] == 0
+    assert run_cli(capsys, "report", "run", "--output", "page.html")[0] == 0
+    assert run_cli(capsys, "runs", ".")[0] == 0
 
 
-def test_a_lock_that_is_no_file_is_not_waited_for(tmp_path, capsys):
+def test_lock_that_is_no_regular_file_does_not_block(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     (run / "writer.lock").unlink(missing_ok=True)
     os.mkfifo(run / "writer.lock")
-    assert told(capsys, "runs", str(run))[0] == 0
+    assert run_cli(capsys, "runs", str(run))[0] == 0
     (run / "writer.lock").unlink()
     (run / "writer.lock").symlink_to(tmp_path / "made")
     with pytest.raises(UserError, match="cannot write there"), folder_lock(run):

@@ -1,4 +1,4 @@
-"""`sparring check`: what is fit says ok, what is not says what is wrong and exits with 1."""
+"""`sparring check` prints ok or FAIL with the reason for each check, and exits with 1 after a failure."""
 
 import importlib.metadata
 import re
@@ -18,7 +18,7 @@ SMALL = ["rollout.n_envs=2", "rollout.steps=8", "env.name=gym:CartPole-v1"]
 
 
 class Good(gymnasium.Env):
-    """Walks at random, 5 steps an episode, all from its seed."""
+    """Random observations from the seed; 5 steps per episode."""
 
     observation_space = spaces.Box(-1.0, 1.0, (3,), np.float32)
     action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -27,30 +27,30 @@ class Good(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count = 0
-        return self.look(), {}
+        return self.observe(), {}
 
     def step(self, action):
         self.count += 1
-        return self.look(), 1.0, self.count >= self.length, False, {}
+        return self.observe(), 1.0, self.count >= self.length, False, {}
 
-    def look(self):
+    def observe(self):
         return self.np_random.uniform(-1, 1, 3).astype(np.float32)
 
 
 class NotANumber(Good):
-    def look(self):
+    def observe(self):
         return np.full(3, np.nan if self.count == 2 else 0.0, np.float32)
 
 
 class WrongShape(Good):
-    def look(self):
+    def observe(self):
         return np.zeros(4, np.float32)
 
 
 class ShrinksLater(Good):
-    """numpy would spread the one number over all three."""
+    """Returns [1] instead of [3], which numpy would broadcast."""
 
-    def look(self):
+    def observe(self):
         return np.zeros(1 if self.count else 3, np.float32)
 
 
@@ -59,11 +59,11 @@ class NeverEnds(Good):
 
 
 class NotDeterministic(Good):
-    def look(self):
+    def observe(self):
         return np.random.default_rng().uniform(-1, 1, 3).astype(np.float32)
 
 
-class PaysAtRandom(Good):
+class RandomReward(Good):
     def step(self, action):
         observation, _, *rest = super().step(action)
         return observation, float(np.random.default_rng().uniform()), *rest
@@ -78,7 +78,7 @@ class TakesText(Good):
     action_space = spaces.Text(3)
 
 
-class CannotDraw(Good):
+class CannotRender(Good):
     metadata = {"render_modes": ["rgb_array"]}
 
     def __init__(self, render_mode=None):
@@ -88,18 +88,18 @@ class CannotDraw(Good):
         raise KeyError("camera")
 
 
-class Draws(CannotDraw):
+class Renders(CannotRender):
     def render(self):
         return np.zeros((8, 8, 3), np.uint8)
 
 
-class CannotBeMade(Good):
+class RaisesInInit(Good):
     def __init__(self):
         raise FileNotFoundError("no robot.xml here")
 
 
 class RedrawsNoise(ActorCritic):
-    """Scores another sample than the one it took."""
+    """Renders new noise when it scores a decision."""
 
     def __init__(self, config: ActorCriticConfig, spec, chunk: int):
         super().__init__(config, spec, chunk)
@@ -133,7 +133,7 @@ class NotFinished(RedrawsNoise):
 
 
 def lines_of(capsys) -> dict[str, tuple[str, str]]:
-    """what -> (ok or FAIL, what was seen)."""
+    """Check -> (ok or FAIL, its text)."""
     found = [re.fullmatch(r"(ok  |FAIL)  ([^:]+): (.*)", line) for line in capsys.readouterr().out.splitlines()]
     assert all(found)
     return {match[2]: (match[1].strip(), match[3]) for match in found}
@@ -143,7 +143,7 @@ def failures(lines):
     return {what: seen for what, (verdict, seen) in lines.items() if verdict == "FAIL"}
 
 
-def test_a_good_env(capsys):
+def test_good_env_passes(capsys):
     assert main(["check", "test_check:Good"]) == 0
     lines = lines_of(capsys)
     assert failures(lines) == {}
@@ -157,7 +157,7 @@ def test_a_good_env(capsys):
 
 
 @pytest.mark.parametrize("name", ["gym:CartPole-v1", "sparring/reach_d1"])
-def test_built_in_and_gymnasium_envs(capsys, name):
+def test_built_in_and_gymnasium_envs_pass(capsys, name):
     assert main(["check", name, "rollout.max_episode_steps=20"]) == 0
     lines = lines_of(capsys)
     assert failures(lines) == {} and lines["saved state"] == ("ok", "can be restored; runs resume exactly")
@@ -169,46 +169,46 @@ def test_built_in_and_gymnasium_envs(capsys, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "said"),
+    ("name", "what", "message"),
     [
         ("NotANumber", "contract", "the observation of env 0 (test_check:NotANumber) holds NaN or inf: [nan nan nan]"),
         ("WrongShape", "contract", "has shape (4,) but its observation_space has shape (3,)"),
         ("ShrinksLater", "contract", "has shape (1,) but its observation_space has shape (3,)"),
         ("NeverEnds", "episodes end", "0 ended in 1001 decisions of 4 robots; have it return terminated or truncated"),
         ("NotDeterministic", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
-        ("PaysAtRandom", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
+        ("RandomReward", "determinism", "the same seed gave another result in decision 1; draw all randomness"),
         ("Raises", "contract", "ZeroDivisionError: the gripper fell off ("),
         ("TakesText", "contract", "of test_check:TakesText is not supported; expected a Box, Discrete, MultiDiscrete"),
-        ("CannotBeMade", "contract", "FileNotFoundError: no robot.xml here ("),
+        ("RaisesInInit", "contract", "FileNotFoundError: no robot.xml here ("),
     ],
 )
-def test_a_broken_env(capsys, name, what, said):
+def test_broken_env_fails_one_check(capsys, name, what, message):
     assert main(["check", f"test_check:{name}"]) == 1
     wrong = failures(lines_of(capsys))
-    assert list(wrong) == [what] and said in wrong[what]
+    assert list(wrong) == [what] and message in wrong[what]
 
 
-def test_pictures_are_recorded(capsys, monkeypatch, tmp_path):
+def test_image_is_saved_and_a_failing_render_is_no_failure(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("OUTPUT_BASE", str(tmp_path))
-    main(["check", "test_check:Draws", "rollout.max_episode_steps=10"])
-    assert lines_of(capsys)["images"] == ("ok", str(tmp_path / "check" / "test_check_Draws.png"))
-    # nothing stops a run that cannot draw
-    assert main(["check", "test_check:CannotDraw", "rollout.max_episode_steps=10"]) == 0
-    assert "render() of test_check:CannotDraw failed: KeyError: 'camera'" in lines_of(capsys)["images"][1]
+    main(["check", "test_check:Renders", "rollout.max_episode_steps=10"])
+    assert lines_of(capsys)["images"] == ("ok", str(tmp_path / "check" / "test_check_Renders.png"))
+    # rendering is optional
+    assert main(["check", "test_check:CannotRender", "rollout.max_episode_steps=10"]) == 0
+    assert "render() of test_check:CannotRender failed: KeyError: 'camera'" in lines_of(capsys)["images"][1]
 
 
-def test_a_time_limit_mends_an_env_that_never_ends(capsys):
+def test_env_that_never_ends_passes_with_a_time_limit(capsys):
     assert main(["check", "test_check:NeverEnds", "rollout.max_episode_steps=10"]) == 0
     assert lines_of(capsys)["episodes end"] == ("ok", "4 ended in 11 decisions of 4 robots")
 
 
-def test_what_was_raised_is_said_with_its_place(capsys):
+def test_exception_is_reported_with_file_and_line(capsys):
     main(["check", "test_check:Raises"])
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "gripper fell off" in text)
     assert failures(lines_of(capsys))["contract"].endswith(f"test_check.py line {line})")
 
 
-def test_a_good_policy(capsys):
+def test_good_policy_passes(capsys):
     assert main(["check", "actor_critic", *SMALL]) == 0
     lines = lines_of(capsys)
     # actor and critic 4-64-64, heads to 2 logits and 1 value
@@ -219,7 +219,7 @@ def test_a_good_policy(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("RedrawsNoise", "the parity gate refuses to train: drift "),
         ("ForgetsLogProb", "policy.complete: did not write 'log_prob'"),
@@ -227,13 +227,13 @@ def test_a_good_policy(capsys):
         ("NotFinished", "NotImplementedError ("),
     ],
 )
-def test_a_broken_policy(capsys, name, said):
+def test_broken_policy_fails_the_scoring_check(capsys, name, message):
     assert main(["check", f"test_check:{name}", *SMALL]) == 1
     wrong = failures(lines_of(capsys))
-    assert list(wrong) == ["act and evaluate"] and wrong["act and evaluate"].startswith(said)
+    assert list(wrong) == ["act and evaluate"] and wrong["act and evaluate"].startswith(message)
 
 
-def test_policies_that_a_name_does_not_make(capsys):
+def test_policy_without_its_required_settings_fails(capsys):
     for name, setting in (("vla", "policy.model_class=package.module:Class"), ("pi0", "policy.model_path=FOLDER")):
         assert main(["check", name, *SMALL]) == 1
         lines = lines_of(capsys)
@@ -244,7 +244,7 @@ def test_policies_that_a_name_does_not_make(capsys):
     assert list(wrong) == ["policy"] and "does not have the interface of a VLA model" in wrong["policy"]
 
 
-def test_a_native_vla_has_fresh_weights_if_no_others_are_given(capsys):
+def test_native_vla_without_model_path_is_reported_as_untrained(capsys):
     assert main(["check", "native_vla", "env.cameras=[head]", "rollout.n_envs=2", "rollout.steps=4"]) == 0
     lines = lines_of(capsys)
     assert lines["policy"][1].startswith("native_vla: ") and lines["policy"][1].endswith(
@@ -252,7 +252,7 @@ def test_a_native_vla_has_fresh_weights_if_no_others_are_given(capsys):
     )
 
 
-def test_an_unknown_name_is_a_mistake_of_the_person(capsys):
+def test_unknown_name_is_a_user_error(capsys):
     assert main(["check", "tabletap"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("sparring: env.name = tabletap (from command line): unknown env 'tabletap'; nearest: ")
@@ -262,14 +262,14 @@ def test_an_unknown_name_is_a_mistake_of_the_person(capsys):
     assert "is not a tabletop task" in capsys.readouterr().err
 
 
-def test_a_task_given_twice_is_refused_unless_both_agree(capsys):
+def test_two_different_tasks_are_refused(capsys):
     for word in ("env.task=stack_d0", "task_name=stack_d0", "task=stack_d0"):
         assert main(["check", "sparring/lift_d0", word]) == 2
         assert f"'sparring/lift_d0' and {word} name different tasks; keep one" in capsys.readouterr().err
     assert main(["check", "sparring/reach_d0", "env.task=[reach_d0]", "rollout.max_episode_steps=3"]) == 0
 
 
-def test_the_installation(capsys):
+def test_installation_is_checked(capsys):
     assert main(["check", "rollout.max_episode_steps=5"]) == 0
     lines = lines_of(capsys)
     assert failures(lines) == {}
@@ -277,7 +277,7 @@ def test_the_installation(capsys):
     assert lines["torch"] == ("ok", importlib.metadata.version("torch"))
 
 
-def test_a_broken_torchvision_is_told(tmp_path, monkeypatch):
+def test_broken_torchvision_is_reported(tmp_path, monkeypatch):
     from sparring.evaluation.check import _torchvision
 
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
@@ -291,7 +291,7 @@ def test_a_broken_torchvision_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["torchvision", "torch"])
-def test_probes_import_nothing_from_the_working_directory(tmp_path, monkeypatch, module):
+def test_probes_do_not_import_from_the_working_directory(tmp_path, monkeypatch, module):
     from sparring.evaluation import check
 
     (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")

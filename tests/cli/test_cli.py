@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, its exit codes, Ctrl-C, going on, and completion."""
+"""The command line: output, errors, exit codes, Ctrl-C, resume and completion."""
 
 import argparse
 import hashlib
@@ -43,7 +43,7 @@ SHORT = [
     "rollout.render_episodes=0",
     "env.name=gym:CartPole-v1",
 ]
-# CartPole starts in half the time the arm takes
+# CartPole starts in half the time of the tabletop env
 ENDLESS = ["train", "finetune", *SIZES, "training.total_timesteps=10000000", "env.name=gym:CartPole-v1"]
 
 
@@ -55,8 +55,8 @@ def flags_of(command: str) -> list[str]:
     return [a.option_strings[-1] for a in COMMANDS[command]._actions if a.option_strings]
 
 
-def told(capsys, *words) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr of a command in this process."""
+def run_cli(capsys, *words) -> tuple[int, str, str]:
+    """Run a command in this process; its exit code, stdout and stderr."""
     try:
         code = main(list(words))
     except SystemExit as stop:
@@ -72,8 +72,8 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty folder to work in."""
+def workdir(tmp_path, monkeypatch):
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUTPUT_BASE", raising=False)
     return tmp_path
@@ -88,15 +88,15 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def run_folder(trained, here):
-    return Path(shutil.copytree(trained, here / "run"))
+def run_folder(trained, workdir):
+    return Path(shutil.copytree(trained, workdir / "run"))
 
 
-# ---- talking
+# ---- help and errors
 
 
 def test_help_has_examples_and_exit_codes(capsys):
-    code, out, _ = told(capsys, "--help")
+    code, out, _ = run_cli(capsys, "--help")
     assert code == 0
     assert "  sparring train finetune --dry-run " in out
     assert (
@@ -109,34 +109,34 @@ def test_help_has_examples_and_exit_codes(capsys):
 
 
 def test_help_of_a_command(capsys):
-    code, out, _ = told(capsys, "train", "--help")
+    code, out, _ = run_cli(capsys, "train", "--help")
     assert code == 0
     for flag in flags_of("train"):
         assert f" {flag}" in out
-    # also behind an override, which must not swallow it
-    assert told(capsys, "train", "finetune", "--ppo.gamma", "0.9", "--help")[:2] == (code, out)
+    # also after an override, which must not consume it
+    assert run_cli(capsys, "train", "finetune", "--ppo.gamma", "0.9", "--help")[:2] == (code, out)
 
 
-def test_help_shows_that_the_word_after_dry_run_may_be_left_out(capsys):
-    assert "[--dry-run [rollout]]" in told(capsys, "train", "--help")[1]
+def test_help_shows_the_argument_of_dry_run_as_optional(capsys):
+    assert "[--dry-run [rollout]]" in run_cli(capsys, "train", "--help")[1]
 
 
-def test_what_all_processes_of_a_launch_would_say_is_said_once(capsys, here, monkeypatch):
-    monkeypatch.setenv(FILE, str(here / "signs"))
-    assert told(capsys, "train", "finetuna")[2].startswith("sparring: phase = finetuna")
-    assert told(capsys, "train", "finetuna") == (2, "", "")
-    assert told(capsys, "train", "imitatd")[2].startswith("sparring: phase = imitatd")
-    # the launcher has gone
-    monkeypatch.setenv(FILE, str(here / "gone" / "signs"))
-    assert told(capsys, "train", "finetuna")[2].startswith("sparring: phase = finetuna")
+def test_one_process_of_a_launch_prints_the_error(capsys, workdir, monkeypatch):
+    monkeypatch.setenv(FILE, str(workdir / "signs"))
+    assert run_cli(capsys, "train", "finetuna")[2].startswith("sparring: phase = finetuna")
+    assert run_cli(capsys, "train", "finetuna") == (2, "", "")
+    assert run_cli(capsys, "train", "imitatd")[2].startswith("sparring: phase = imitatd")
+    # after the launcher has ended
+    monkeypatch.setenv(FILE, str(workdir / "gone" / "signs"))
+    assert run_cli(capsys, "train", "finetuna")[2].startswith("sparring: phase = finetuna")
 
 
 def test_version(capsys):
-    assert told(capsys, "--version") == (0, f"sparring {sparring.__version__}\n", "")
+    assert run_cli(capsys, "--version") == (0, f"sparring {sparring.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
@@ -167,22 +167,22 @@ def test_version(capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_is_wrong_is_said_and_exits_with_2(capsys, here, words, said):
-    code, out, err = told(capsys, *words)
+def test_invalid_arguments_exit_with_2_and_a_reason(capsys, workdir, words, message):
+    code, out, err = run_cli(capsys, *words)
     assert code == 2
-    assert said in err
-    assert list(here.iterdir()) == []
+    assert message in err
+    assert list(workdir.iterdir()) == []
 
 
-def test_a_file_that_is_no_checkpoint_is_named(capsys, here):
-    (here / "notes.txt").write_text("hello")
-    said = "sparring: 'notes.txt' has no config.yaml in its folder, which describes the model; give a run folder or "
-    assert told(capsys, "eval", "notes.txt")[2].startswith(said)
+def test_file_that_is_no_checkpoint_is_refused(capsys, workdir):
+    (workdir / "notes.txt").write_text("hello")
+    message = "sparring: 'notes.txt' has no config.yaml in its folder, which describes the model; give a run folder or "
+    assert run_cli(capsys, "eval", "notes.txt")[2].startswith(message)
 
 
-def test_all_mistakes_are_shown_at_once(capsys, here):
+def test_all_errors_of_a_config_are_reported_together(capsys, workdir):
     Path("run.yaml").write_text("seed: 1\nppo:\n  gama: 0.9\n")
-    code, _, err = told(capsys, "train", "finetune", "--config", "run.yaml", "--envs", "2", "rollout.steps=0")
+    code, _, err = run_cli(capsys, "train", "finetune", "--config", "run.yaml", "--envs", "2", "rollout.steps=0")
     assert code == 2
     assert err.splitlines() == [
         "sparring: ppo.gama (from run.yaml line 3): unknown key; nearest: ppo.gamma (a number >= 0 and <= 1)",
@@ -190,54 +190,54 @@ def test_all_mistakes_are_shown_at_once(capsys, here):
     ]
 
 
-def test_config_prints_what_loads_back(capsys, here):
-    code, out, _ = told(capsys, "config", "finetune", "--ppo.gamma", "0.5", "seed=-0", "--hidden", "[8, 8]")
+def test_printed_config_loads_to_the_same_config(capsys, workdir):
+    code, out, _ = run_cli(capsys, "config", "finetune", "--ppo.gamma", "0.5", "seed=-0", "--hidden", "[8, 8]")
     assert code == 0
     assert "\n  gamma: 0.5  # discount per env step\n" in out
     Path("printed.yaml").write_text(out)
     config = load_config("printed.yaml")
     assert config == load_config({"ppo": {"gamma": 0.5}, "policy": {"hidden": [8, 8]}})
     # without PHASE too, where an override must not be taken for one
-    assert told(capsys, "config", "--ppo.gamma", "0.5", "seed=-0", "--hidden", "[8, 8]")[1] == out
-    assert told(capsys, "config", "--config", "printed.yaml")[1] == out
+    assert run_cli(capsys, "config", "--ppo.gamma", "0.5", "seed=-0", "--hidden", "[8, 8]")[1] == out
+    assert run_cli(capsys, "config", "--config", "printed.yaml")[1] == out
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_config_prints_every_phase_with_nothing_given(capsys, here, phase):
-    code, out, err = told(capsys, "config", phase)
+def test_config_prints_every_phase_without_its_required_settings(capsys, workdir, phase):
+    code, out, err = run_cli(capsys, "config", phase)
     assert (code, err) == (0, "") and f"\nphase: {phase}  #" in f"\n{out}"
-    # all else is still checked
-    code, _, err = told(capsys, "config", phase, "buffer.size=7", "rollout.n_envs=8")
+    # other settings are still checked
+    code, _, err = run_cli(capsys, "config", phase, "buffer.size=7", "rollout.n_envs=8")
     assert code == 2 and "buffer.size = 7 (from command line): is less than one decision" in err
 
 
 @pytest.mark.parametrize("key", ["imitate.demos", "student.teacher", "adversarial.teacher"])
-def test_what_a_phase_starts_from_is_asked_for_where_it_runs(capsys, here, key):
+def test_required_settings_of_a_phase_are_checked_when_it_runs(capsys, workdir, key):
     phase = key.partition(".")[0]
-    code, _, err = told(capsys, "train", phase, "--dry-run")
+    code, _, err = run_cli(capsys, "train", phase, "--dry-run")
     assert code == 2 and err.startswith(f"sparring: {key}: expected the ")
-    code, out, _ = told(capsys, "config", phase)
+    code, out, _ = run_cli(capsys, "config", phase)
     Path("printed.yaml").write_text(out)
     with pytest.raises(UserError, match=f"^{key} = .*: expected the "):
         sparring.load_config("printed.yaml")
 
 
-def test_the_value_of_a_flag_is_no_override(capsys, here):
+def test_value_of_a_flag_is_no_override(capsys, workdir):
     Path("a=b").write_text("seed: 5\n")
-    assert "\nseed: 5  #" in told(capsys, "config", "--config", "a=b")[1]
-    assert "\nseed: 5  #" in told(capsys, "config", "--config=a=b", "finetune")[1]
+    assert "\nseed: 5  #" in run_cli(capsys, "config", "--config", "a=b")[1]
+    assert "\nseed: 5  #" in run_cli(capsys, "config", "--config=a=b", "finetune")[1]
 
 
 def test_tasks_are_listed(capsys):
-    code, out, _ = told(capsys, "tasks")
+    code, out, _ = run_cli(capsys, "tasks")
     assert code == 0
     assert out.splitlines()[0].split() == ["task", "goal", "ranges"]
     assert [line.split()[0] for line in out.splitlines()[1:4]] == ["reach_d0", "reach_d1", "reach_d2"]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_closed_pipe_is_no_error(monkeypatch, unbuffered):
-    # with a buffer the first to notice would be the interpreter, at its very end
+def test_closed_pipe_is_no_error(monkeypatch, unbuffered):
+    # with a buffer, the interpreter would raise the error at its exit
     monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", unbuffered)
     for command in ("config finetune", "--help"):
         script = f"set -o pipefail; {sys.executable} -m sparring {command} | head -1"
@@ -251,11 +251,11 @@ def test_a_closed_pipe_is_no_error(monkeypatch, unbuffered):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_module_beside_you_is_found(here):
+def test_modules_of_the_current_folder_are_importable(workdir):
     Path("mine.py").write_text(
         "from gymnasium.envs.classic_control import CartPoleEnv\nclass Mine(CartPoleEnv): pass\n"
     )
-    # as the installed `sparring` does it: the current folder is not on sys.path
+    # like the installed `sparring`: the current folder is not on sys.path
     code = "import sys; sys.path.remove(''); from sparring.cli.main import main; main(['config', 'env.name=mine:Mine'])"
     result = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -265,8 +265,8 @@ def test_a_module_beside_you_is_found(here):
 # ---- dry run
 
 
-def test_dry_run_shows_shapes_memory_speed_and_parity_and_writes_nothing(capsys, here):
-    code, out, _ = told(capsys, "train", "finetune", "--dry-run", *SIZES)
+def test_dry_run_shows_shapes_memory_speed_and_parity_and_writes_nothing(capsys, workdir):
+    code, out, _ = run_cli(capsys, "train", "finetune", "--dry-run", *SIZES)
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == "dry run of 'finetune' on cpu: one rollout, one update, nothing written"
@@ -280,13 +280,13 @@ def test_dry_run_shows_shapes_memory_speed_and_parity_and_writes_nothing(capsys,
     )
     (parity,) = [line for line in lines if line.startswith("parity: ")]
     assert 0 <= float(parity.removeprefix("parity: ")) < 1e-4
-    assert list(here.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
 # ---- run folders
 
 
-def test_a_run_leaves_what_it_says(trained):
+def test_run_folder_has_the_documented_files(trained):
     assert {path.name for path in trained.iterdir()} >= {
         "config.yaml", "episode_metrics.jsonl", "train.log", "evaluation.json", "checkpoint-1", "checkpoint-2",
     }  # fmt: skip
@@ -294,13 +294,13 @@ def test_a_run_leaves_what_it_says(trained):
     assert [(line["update"], line["total_steps"]) for line in lines] == [(1, 32), (2, 48)]
 
 
-def test_videos_of_an_evaluation_say_which_checkpoint_it_was_of(run_folder):
+def test_progress_of_a_checkpoint_is_read_for_its_videos(run_folder):
     from sparring.evaluation.of_run import _progress
 
     (first, _) = map(json.loads, (run_folder / "episode_metrics.jsonl").read_text().splitlines())
     found = _progress(run_folder / "checkpoint-1")
     assert (found.updates, found.env_steps, found.episodes) == (1, 32, first["episode"])
-    # of a phase of one's own
+    # a user's phase may save anything
     for phase in (3, {"progress": 3}, {"progress": {"games": 3}}):
         torch.save({"phase": phase}, run_folder / "checkpoint-1/training_state.pt")
         seal(run_folder / "checkpoint-1")
@@ -309,9 +309,9 @@ def test_videos_of_an_evaluation_say_which_checkpoint_it_was_of(run_folder):
     assert _progress(run_folder / "checkpoint-1") == Progress(updates=1)
 
 
-def test_an_evaluation_without_pictures_says_why(capsys, run_folder, monkeypatch):
+def test_evaluation_without_video_prints_the_reason(capsys, run_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
-    code, out, _ = told(capsys, "eval", "run", "--episodes", "2", "--videos", "1", "evaluation.baseline=false")
+    code, out, _ = run_cli(capsys, "eval", "run", "--episodes", "2", "--videos", "1", "evaluation.baseline=false")
     assert code == 0 and "numbers: run/eval.json" in out
     assert re.search(r"^no video: pygame is not installed, run `pip install", out, re.MULTILINE)
 
@@ -324,19 +324,19 @@ def test_an_evaluation_without_pictures_says_why(capsys, run_folder, monkeypatch
         (["--json", "no/x.json"], "'no/x.json': cannot write there (No such file or directory); give --json FILE in"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_written_is_told_before_episodes_are_played(capsys, run_folder, monkeypatch, words, instead):
-    # who may write everywhere cannot write over a folder
+def test_unwritable_output_is_refused_before_the_evaluation(capsys, run_folder, monkeypatch, words, instead):
+    # even root cannot write over a folder
     (run_folder / "eval.json").mkdir()
     (run_folder / "eval.mp4").mkdir()
     monkeypatch.setattr("sparring.evaluation.of_run.Evaluation.run", lambda *_: pytest.fail("played"))
-    code, _, err = told(capsys, "eval", "run", *words)
+    code, _, err = run_cli(capsys, "eval", "run", *words)
     assert code == 2 and instead in err
 
 
-def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(capsys, run_folder):
+def test_another_config_in_the_same_folder_is_refused_without_changes(capsys, run_folder):
     before = hashes(run_folder)
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
-    code, _, err = told(capsys, *words, "ppo.gamma=0.5", "seed=3", "logging.console_level=ERROR")
+    code, _, err = run_cli(capsys, *words, "ppo.gamma=0.5", "seed=3", "logging.console_level=ERROR")
     assert code == 2
     lines = err.splitlines()
     assert lines[:3] == [
@@ -348,22 +348,22 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_touched(cap
     assert hashes(run_folder) == before
 
 
-def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(capsys, run_folder):
+def test_run_without_a_newer_setting_resumes_with_its_default(capsys, run_folder):
     for checkpoint in checkpoints(run_folder):
         file = checkpoint / "config.yaml"
         for key in ("gae_lambda", "seed", "algorithm_config"):
             file.write_text(re.sub(rf"(?m)^ *{key}: .*\n", "", file.read_text()))
         seal(checkpoint)
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
-    assert told(capsys, *words)[0] == 0
-    code, _, err = told(capsys, *words, "ppo.gae_lambda=0.5", "seed=3")
+    assert run_cli(capsys, *words)[0] == 0
+    code, _, err = run_cli(capsys, *words, "ppo.gae_lambda=0.5", "seed=3")
     assert code == 2
     assert "  ppo.gae_lambda: not set in the folder, 0.5 now\n  seed: not set in the folder, 3 now\n" in err
 
 
 def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
     metrics = (run_folder / "episode_metrics.jsonl").read_text()
-    code, out, err = told(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1")
+    code, out, err = run_cli(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1")
     assert code == 0
     lines = out.splitlines()
     assert re.fullmatch("finetune is done: 48 env steps, (. episodes, )?2 updates", lines[1])
@@ -379,29 +379,29 @@ def test_the_same_command_on_a_finished_run_evaluates_again(capsys, run_folder):
     assert (run_folder / "episode_metrics.jsonl").read_text() == metrics
 
 
-def test_resume_never_moves_the_old_run_aside(capsys, run_folder, here):
+def test_resume_never_moves_the_old_run_aside(capsys, run_folder, workdir):
     before = hashes(run_folder)
     for number in (1, 2):
         words = ["train", "finetune", "--output", "run", "--resume", "never", *SHORT, "training.iterations=1"]
-        code, _, err = told(capsys, *words)
+        code, _, err = run_cli(capsys, *words)
         assert code == 0 and f"moved the earlier run to run-old-{number}" in err
-    assert hashes(here / "run-old-1") == before
-    assert [path.name for path in checkpoints(here / "run")] == ["checkpoint-1"]
+    assert hashes(workdir / "run-old-1") == before
+    assert [path.name for path in checkpoints(workdir / "run")] == ["checkpoint-1"]
 
 
-def test_resume_from_a_checkpoint_into_another_folder_and_on_by_the_same_command(capsys, run_folder, here):
+def test_resume_into_another_folder_continues_with_the_same_command(capsys, run_folder, workdir):
     words = ["train", "finetune", "--output", "branch", "--resume", "run/checkpoint-1", *SHORT, "training.save_every=1"]
-    code, _, err = told(capsys, *words)
+    code, _, err = run_cli(capsys, *words)
     assert code == 0 and "resumes from run/checkpoint-1 (32 env steps)" in err
-    assert [path.name for path in checkpoints(here / "branch")] == ["checkpoint-2"]
-    code, _, err = told(capsys, *words)
+    assert [path.name for path in checkpoints(workdir / "branch")] == ["checkpoint-2"]
+    code, _, err = run_cli(capsys, *words)
     assert code == 0 and "resumes from branch/checkpoint-2 (48 env steps)" in err
 
 
-def test_resume_from_the_newest_checkpoint_by_name_is_as_auto(capsys, run_folder):
+def test_resume_from_the_newest_checkpoint_by_name_equals_auto(capsys, run_folder):
     metrics = (run_folder / "episode_metrics.jsonl").read_text()
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "--resume", "run/checkpoint-2"]
-    code, _, err = told(capsys, *words)
+    code, _, err = run_cli(capsys, *words)
     assert code == 0 and "resumes from run/checkpoint-2" in err
     assert (run_folder / "episode_metrics.jsonl").read_text() == metrics
 
@@ -421,34 +421,34 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_folders_and_checkpoints_that_are_refused(capsys, run_folder, here, words):
-    before = hashes(here)
-    code, _, err = told(capsys, "train", "finetune", *SHORT, "training.save_every=1", *words.split())
+def test_invalid_folders_and_checkpoints_are_refused_without_changes(capsys, run_folder, workdir, words):
+    before = hashes(workdir)
+    code, _, err = run_cli(capsys, "train", "finetune", *SHORT, "training.save_every=1", *words.split())
     assert code == 2 and REFUSED[words] in err
-    assert hashes(here) == before
+    assert hashes(workdir) == before
 
 
 @pytest.mark.parametrize("name", ["videos", "samples", "logs/env"])
-def test_nothing_is_written_through_a_linked_folder(capsys, run_folder, here, name):
-    (here / "elsewhere").mkdir()
+def test_nothing_is_written_through_a_linked_folder(capsys, run_folder, workdir, name):
+    (workdir / "elsewhere").mkdir()
     shutil.rmtree(run_folder / name, ignore_errors=True)
-    (run_folder / name).symlink_to(here / "elsewhere")
+    (run_folder / name).symlink_to(workdir / "elsewhere")
     evaluation = ["eval", "run", "--episodes", "2", "--videos", "1", "evaluation.baseline=false"]
     train = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "training.iterations=3"]
     for words in (evaluation, train):
-        code, _, err = told(capsys, *words)
+        code, _, err = run_cli(capsys, *words)
         assert code == 2
         assert err == f"sparring: 'run/{name}' is a link that leads out of 'run'; replace it with a folder\n"
-    assert list((here / "elsewhere").iterdir()) == []
-    # within the folder it may lead anywhere, and the folder itself may be a link
+    assert list((workdir / "elsewhere").iterdir()) == []
+    # a link may lead to another place in the folder, and the folder itself may be a link
     (run_folder / name).unlink()
     (run_folder / "inner").mkdir()
     (run_folder / name).symlink_to(run_folder / "inner")
-    run_folder.rename(here / "elsewhere/run")
-    run_folder.symlink_to(here / "elsewhere/run")
+    run_folder.rename(workdir / "elsewhere/run")
+    run_folder.symlink_to(workdir / "elsewhere/run")
     (run_folder / name).unlink()
-    (run_folder / name).symlink_to(here / "elsewhere/run/inner")
-    assert told(capsys, *train)[0] == 0
+    (run_folder / name).symlink_to(workdir / "elsewhere/run/inner")
+    assert run_cli(capsys, *train)[0] == 0
 
 
 def edited(text: bytes) -> bytes:
@@ -459,16 +459,16 @@ BROKEN = {"edited": edited, "cut": lambda text: text[: len(text) // 2], "random"
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_the_config_of_the_checkpoint_counts_whatever_the_folder_says(capsys, run_folder, broken):
+def test_config_of_the_checkpoint_wins_over_that_of_the_folder(capsys, run_folder, broken):
     file = run_folder / "config.yaml"
     file.write_bytes(BROKEN[broken](file.read_bytes()))
     damaged = file.read_bytes()
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
-    code, _, err = told(capsys, *words, "ppo.gamma=0.5", "seed=3", "training.iterations=3")
+    code, _, err = run_cli(capsys, *words, "ppo.gamma=0.5", "seed=3", "training.iterations=3")
     assert code == 2 and "  ppo.gamma: 0.97 in the folder, 0.5 now\n  seed: 0 in the folder, 3 now\n" in err
     assert file.read_bytes() == damaged
-    # the same command goes on, also where there is nothing left to train, and writes it again
-    code, _, err = told(capsys, *words)
+    # the same command resumes, even if nothing is left to train, and writes the file again
+    code, _, err = run_cli(capsys, *words)
     warned = [line for line in err.splitlines() if "config.yaml" in line and "run folder:" not in line]
     assert code == 0 and len(warned) == 1 and warned[0].startswith("'run': config.yaml ")
     assert warned[0].endswith("; written again from checkpoint-2")
@@ -476,75 +476,75 @@ def test_the_config_of_the_checkpoint_counts_whatever_the_folder_says(capsys, ru
     assert (saved["ppo.gamma"], saved["seed"], saved["output"]) == (0.97, 0, "run")
 
 
-def test_a_branch_that_went_on_by_itself_is_found_by_its_first_command(capsys, run_folder, here):
+def test_command_of_a_branch_resumes_from_its_newest_checkpoint(capsys, run_folder, workdir):
     words = ["train", "finetune", "--output", "branch", *SHORT, "training.save_every=1"]
     branch = ["--resume", "run/checkpoint-1"]
-    assert told(capsys, *words, *branch)[0] == 0
-    assert told(capsys, *words, "training.iterations=3")[0] == 0
-    code, _, err = told(capsys, *words, *branch, "training.iterations=4")
+    assert run_cli(capsys, *words, *branch)[0] == 0
+    assert run_cli(capsys, *words, "training.iterations=3")[0] == 0
+    code, _, err = run_cli(capsys, *words, *branch, "training.iterations=4")
     assert code == 0 and "resumes from branch/checkpoint-3" in err
 
 
-def test_a_folder_that_lost_its_config_is_judged_by_its_checkpoint(capsys, run_folder):
+def test_folder_without_config_is_compared_by_its_checkpoint(capsys, run_folder):
     (run_folder / "config.yaml").unlink()
-    code, _, err = told(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "seed=3")
+    code, _, err = run_cli(capsys, "train", "finetune", "--output", "run", *SHORT, "training.save_every=1", "seed=3")
     assert code == 2 and "  seed: 0 in the folder, 3 now" in err
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training_state.pt"])
-def test_a_damaged_checkpoint_is_refused_with_a_way_on_that_works(capsys, run_folder, here, name):
+def test_damaged_checkpoint_is_refused_and_the_suggested_command_works(capsys, run_folder, workdir, name):
     words = ["train", "finetune", "--output", "run", *SHORT, "training.save_every=1"]
     for checkpoint in ("checkpoint-1", "checkpoint-2"):
         (run_folder / checkpoint / name).write_bytes(b"torn")
-    code, _, err = told(capsys, *words)
+    code, _, err = run_cli(capsys, *words)
     assert code == 2 and f"  checkpoint-2: {name} has 4 bytes, expected " in err
     assert (
         f"  checkpoint-1: {name} has 4 bytes" in err
         and "start from scratch with --resume never (it moves the run aside)" in err
     )
-    # from elsewhere
-    code, _, err = told(capsys, *words, "--output", "branch", "--resume", "run/checkpoint-2")
+    # from another folder
+    code, _, err = run_cli(capsys, *words, "--output", "branch", "--resume", "run/checkpoint-2")
     assert code == 2 and f"'run/checkpoint-2' is damaged: {name} has 4 bytes" in err
     assert "use another checkpoint, or copy it again from an intact copy" in err
-    # trust is in whom, not in files
-    assert told(capsys, *words, "--trust")[0] == 2
-    assert told(capsys, *words, "--resume", "never")[0] == 0
-    assert (here / "run-old-1/checkpoint-1" / name).read_bytes() == b"torn"
+    # --trust does not accept damage
+    assert run_cli(capsys, *words, "--trust")[0] == 2
+    assert run_cli(capsys, *words, "--resume", "never")[0] == 0
+    assert (workdir / "run-old-1/checkpoint-1" / name).read_bytes() == b"torn"
 
 
 @pytest.mark.parametrize("phase", ["finetune", "teacher"])
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_folder_in_use_is_refused_before_anything_is_built(capsys, here, monkeypatch, phase, resume):
+def test_folder_in_use_is_refused_before_the_run_is_built(capsys, workdir, monkeypatch, phase, resume):
     monkeypatch.setattr("sparring.runs.run.resolve", lambda *_: pytest.fail("built"))
-    with folder_lock(here / "run"):
-        code, _, err = told(capsys, "train", phase, "--output", "run", "--resume", resume)
+    with folder_lock(workdir / "run"):
+        code, _, err = run_cli(capsys, "train", phase, "--output", "run", "--resume", resume)
     assert code == 2 and "sparring: 'run': another process is training there; wait until it is done" in err
-    assert [path.name for path in here.rglob("*")] == ["run", "writer.lock"]
+    assert [path.name for path in workdir.rglob("*")] == ["run", "writer.lock"]
 
 
-def test_lines_of_a_run_that_saved_nothing_do_not_mix_with_the_next(capsys, here):
+def test_metrics_of_a_run_without_checkpoint_are_removed(capsys, workdir):
     words = ["train", "finetune", "--output", "run", *SHORT]
-    folder = here / "run"
+    folder = workdir / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(load_config(None, [], "finetune").to_yaml())
     (folder / "episode_metrics.jsonl").write_text('{"update": 1}\n')
-    # a start that failed, or a run that saved nothing, does not keep the folder from another config
-    assert told(capsys, *words)[0] == 0
+    # a run without a checkpoint does not prevent another config in its folder
+    assert run_cli(capsys, *words)[0] == 0
     for path in checkpoints(folder):
         shutil.rmtree(path)
-    assert told(capsys, *words)[0] == 0
+    assert run_cli(capsys, *words)[0] == 0
     lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2]
 
 
-def test_output_base_is_where_runs_go_by_default(monkeypatch, here):
+def test_output_base_is_the_default_parent_of_run_folders(monkeypatch, workdir):
     assert str(load_config().run_folder) == "outputs/finetune_rl"
     monkeypatch.setenv("OUTPUT_BASE", "elsewhere")
     assert str(load_config().run_folder) == "elsewhere/finetune_rl"
     assert str(load_config({"output": "mine"}).run_folder) == "mine"
 
 
-def test_several_processes_are_given_the_words_as_they_were(monkeypatch, here):
+def test_launch_passes_the_arguments_unchanged(monkeypatch, workdir):
     calls = []
     monkeypatch.setattr("sparring.processes.launch.launch", lambda *given: calls.append(given) or 7)
     monkeypatch.delenv("RANK", raising=False)
@@ -556,77 +556,77 @@ def test_several_processes_are_given_the_words_as_they_were(monkeypatch, here):
 # ---- Ctrl-C and progress
 
 
-def interrupted(here: Path, terminal: bool = False, number: int = signal.SIGINT) -> tuple[int, str]:
-    """Start the endless run, wait for progress, send the signal; its exit code and what it said."""
+def interrupted(workdir: Path, terminal: bool = False, number: int = signal.SIGINT) -> tuple[int, str]:
+    """Start the endless run, wait for progress, send the signal; its exit code and output."""
     read, write = pty.openpty() if terminal else os.pipe()
     words = [*ENDLESS, "--output", "run"]
-    process = subprocess.Popen([*SPARRING, *words], env=ENVIRONMENT, cwd=here, stdout=write, stderr=write)
+    process = subprocess.Popen([*SPARRING, *words], env=ENVIRONMENT, cwd=workdir, stdout=write, stderr=write)
     os.close(write)
     watchdog = threading.Timer(60, process.kill)
     watchdog.start()
-    said, sent = b"", False
+    out, sent = b"", False
     while True:
         try:
             part = os.read(read, 4096)
-        except OSError:  # how a terminal says that nobody is left
+        except OSError:  # a terminal whose other end is closed
             part = b""
         if not part:
             break
-        said += part
-        if not sent and b" left" in said:
+        out += part
+        if not sent and b" left" in out:
             process.send_signal(number)
             sent = True
     os.close(read)
     code = process.wait()
     watchdog.cancel()
-    return code, said.decode()
+    return code, out.decode()
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_goes_on(tmp_path):
-    code, said = interrupted(tmp_path)
-    assert code == 130 and "Traceback" not in said
+def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path):
+    code, out = interrupted(tmp_path)
+    assert code == 130 and "Traceback" not in out
     (first,) = checkpoints(tmp_path / "run")
     updates = int(first.name.removeprefix("checkpoint-"))
-    assert f"stopped after {updates} updates; saved. The same command resumes it." in said
-    # in a pipe: plain lines
-    assert re.search(r"^  0%  32 steps  starting  \? left", said, re.M) and "\r" not in said and "\x1b" not in said
+    assert f"stopped after {updates} updates; saved. The same command resumes it." in out
+    # a pipe gets plain lines
+    assert re.search(r"^  0%  32 steps  starting  \? left", out, re.M) and "\r" not in out and "\x1b" not in out
     steps = f"{16 * (1 + updates):,}"
 
-    code, said = interrupted(tmp_path, terminal=True, number=signal.SIGTERM)
-    assert code == 130 and "Traceback" not in said
-    assert f"resumes from run/{first.name} ({steps} env steps)" in said
+    code, out = interrupted(tmp_path, terminal=True, number=signal.SIGTERM)
+    assert code == 130 and "Traceback" not in out
+    assert f"resumes from run/{first.name} ({steps} env steps)" in out
     later = checkpoints(tmp_path / "run")[-1]
     assert int(later.name.removeprefix("checkpoint-")) > updates
-    # on a terminal: a view that is drawn in place and taken away, and what follows starts on its own line
-    assert "finetune  run" in said and "░" in said and said.rindex("\x1b[?25h") > said.rindex("░")
-    assert re.search(r"  0%  [^\r]+ left [^\r]*\r\nstopped after \d+ updates; saved\.", said)
+    # a terminal gets a view that is redrawn in place and removed; later output starts on a new line
+    assert "finetune  run" in out and "░" in out and out.rindex("\x1b[?25h") > out.rindex("░")
+    assert re.search(r"  0%  [^\r]+ left [^\r]*\r\nstopped after \d+ updates; saved\.", out)
     lines = [json.loads(line) for line in (tmp_path / "run" / "episode_metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
 
 
-def test_ctrl_c_before_training_is_130_too(monkeypatch, capsys, here):
+def test_ctrl_c_before_training_exits_with_130(monkeypatch, capsys, workdir):
     def stop(*arguments, **named):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sparring.runs.run.Run.__init__", stop)
-    assert told(capsys, "train", "finetune") == (130, "", "interrupted\n")
+    assert run_cli(capsys, "train", "finetune") == (130, "", "interrupted\n")
 
 
 # ---- completion
 
 
-def test_the_flags_offered_are_the_flags_there_are():
+def test_completion_offers_all_flags():
     for name, parser in COMMANDS.items():
         offered = candidates(COMMANDS, [name, "-"])
         keys = [flag for flag in offered if "." in flag]
         assert set(flags_of(name)) <= set(offered)
-        # where settings may be given, they are offered too
+        # commands that take settings offer them
         assert bool(keys) == bool(parser.get_default("takes_overrides"))
     takes_overrides = {name for name, parser in COMMANDS.items() if parser.get_default("takes_overrides")}
     assert takes_overrides == {"train", "eval", "compare", "check", "demos", "config"}
 
 
-def test_what_is_offered_besides_choices_is_for_arguments_there_are():
+def test_completion_values_belong_to_existing_arguments():
     for parser in COMMANDS.values():
         assert set(parser.get_default("offered") or {}) <= {action.dest for action in parser._actions}
     assert candidates(COMMANDS, ["demos", "lift_d0", "--control-mode", "q"]) == ["qpos"]
@@ -671,16 +671,16 @@ def test_candidates(line, offered):
     assert candidates(COMMANDS, line.split(" ")) == offered
 
 
-def in_bash(here: Path, line: str) -> list[str]:
-    """What bash would offer after this line, with the printed script and a `sparring` on PATH."""
-    stub = here / "sparring"
+def in_bash(workdir: Path, line: str) -> list[str]:
+    """Bash's completions of a line, with the printed script and a `sparring` on PATH."""
+    stub = workdir / "sparring"
     stub.write_text(f'#!/bin/sh\nexec {sys.executable} -m sparring "$@"\n')
     stub.chmod(0o755)
     script = (
         'eval "$(sparring completion bash)"; compopt() { :; }; COMP_LINE="$1"; COMP_POINT=${#1}; _sparring; '
         'printf "%s\\n" "${COMPREPLY[@]}"; complete -p sparring >&2'
     )
-    environment = ENVIRONMENT | {"PATH": f"{here}:{os.environ['PATH']}"}
+    environment = ENVIRONMENT | {"PATH": f"{workdir}:{os.environ['PATH']}"}
     result = subprocess.run(["bash", "-c", script, "bash", line], env=environment, capture_output=True, text=True)
     assert result.stderr == "complete -o default -F _sparring sparring\n"
     return result.stdout.split()
@@ -692,7 +692,7 @@ def in_bash(here: Path, line: str) -> list[str]:
         ("sparring ", [*COMMANDS, "--help", "--version"]),
         ("sparring tr", ["train"]),
         ("sparring train finetune ppo.gam", ["ppo.gamma="]),
-        # bash takes '=' for the end of a word
+        # for bash, '=' ends a word
         ("sparring train finetune ppo.lr_schedule=", ["constant", "linear", "cosine"]),
         ("sparring train finetune --config ", []),
     ],
@@ -703,7 +703,7 @@ def test_completion_in_bash(tmp_path, line, offered):
 
 @pytest.mark.parametrize("shell", SCRIPTS)
 def test_completion_scripts_parse(capsys, shell):
-    code, out, _ = told(capsys, "completion", shell)
+    code, out, _ = run_cli(capsys, "completion", shell)
     assert (code, out) == (0, SCRIPTS[shell])
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=out, text=True, check=True)
@@ -737,9 +737,9 @@ main(["train", "finetune"])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no arenas")
-@pytest.mark.parametrize(("asked", "heaps"), [(None, 1), ("3", 3)])
-def test_threads_of_a_run_share_one_heap_unless_asked_otherwise(asked, heaps):
+@pytest.mark.parametrize(("setting", "heaps"), [(None, 1), ("3", 3)])
+def test_threads_of_a_run_share_one_heap_by_default(setting, heaps):
     environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
-    environment |= {"MALLOC_ARENA_MAX": asked} if asked else {}
+    environment |= {"MALLOC_ARENA_MAX": setting} if setting else {}
     done = subprocess.run([sys.executable, "-c", HEAPS], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{heaps}\n"), done.stderr

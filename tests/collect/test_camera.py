@@ -1,4 +1,4 @@
-"""Films show whole episodes, of whom they say, and cost nothing where none is wanted."""
+"""Videos show complete episodes of the named robot; without a request nothing is rendered."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,10 +16,10 @@ from sparring.evaluation.play import play
 from sparring.runs.run import Run
 
 
-class Drawn(CountingBackend):
-    """A picture's only pixel is 10 * episode + step."""
+class RendersCount(CountingBackend):
+    """The only pixel of a frame is 10 * episode + step."""
 
-    drawn = 0
+    rendered = 0
 
     def reset(self, seeds):
         self.recorded = []
@@ -29,7 +29,7 @@ class Drawn(CountingBackend):
         before = self.episode * 10 + self.count
         step = super().step(action)
         for env in self.recorded:
-            self.drawn += int(step.executed[env])
+            self.rendered += int(step.executed[env])
             step.frames[env] = [_pixel(before[env] + k) for k in range(1, step.executed[env] + 1)]
         return step
 
@@ -37,7 +37,7 @@ class Drawn(CountingBackend):
         self.recorded = list(envs)
 
     def render(self, env):
-        self.drawn += 1
+        self.rendered += 1
         return _pixel(self.episode[env] * 10 + self.count[env])
 
 
@@ -46,7 +46,7 @@ def _pixel(value):
 
 
 def collector(lengths, chunk=1, episodes=None):
-    env = Env(Drawn(lengths))
+    env = Env(RendersCount(lengths))
     return Collector(env, LinearPolicy(chunk), seed=0, chunk=chunk, episodes=episodes), env.backend
 
 
@@ -54,38 +54,38 @@ def shown(videos):
     return {video.episode.env: [int(frame[0, 0, 0]) for frame in video.frames] for video in videos}
 
 
-def test_an_episode_that_is_under_way_is_waited_for_and_rollouts_do_not_cut_films():
+def test_video_starts_at_the_next_episode_and_spans_rollouts():
     collect, backend = collector((3, 5))
     buffer = RolloutBuffer(4)
     collect.collect(buffer)
-    assert backend.drawn == 0
+    assert backend.rendered == 0
     # robot 0 is in step 1 of episode 1, robot 1 in step 4 of episode 0
     collect.camera.record_video(2)
     collect.collect(buffer)
     assert shown(collect.camera.drain()) == {}
     collect.collect(buffer)
     assert shown(collect.camera.drain()) == {0: [20, 21, 22, 23], 1: [10, 11, 12, 13, 14, 15]}
-    drawn = backend.drawn
+    rendered = backend.rendered
     collect.collect(buffer)
-    assert backend.drawn == drawn and backend.recorded == []
+    assert backend.rendered == rendered and backend.recorded == []
 
 
-def test_chunks_that_end_early_show_what_was_executed():
+def test_video_of_chunks_shows_executed_steps_only():
     collect, _ = collector((3, 5), chunk=2)
     collect.camera.record_video(1)
     collect.collect(RolloutBuffer(3))
     assert shown(collect.camera.drain()) == {0: [0, 1, 2, 3]}
 
 
-def test_by_episodes_every_batch_is_filmed_from_its_start():
+def test_videos_of_episode_batches_start_with_the_batch():
     collect, _ = collector((3, 5), episodes=1)
     collect.camera.record_video(9)
     collect.collect(RolloutBuffer(5))
     assert shown(collect.camera.drain()) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3, 4, 5]}
 
 
-class Late(LinearPolicy):
-    """Appraises what it saw when the rollout is there, as most policies do."""
+class ValuesLater(LinearPolicy):
+    """Computes values after the rollout, like most policies."""
 
     def act(self, td):
         return super().act(td).exclude("value")
@@ -94,11 +94,11 @@ class Late(LinearPolicy):
         return super().complete(td).set("value", self._value(td))
 
 
-@pytest.mark.parametrize("policy", [LinearPolicy, Late])
+@pytest.mark.parametrize("policy", [LinearPolicy, ValuesLater])
 @pytest.mark.parametrize("steps", [2, 7])
-def test_films_tell_what_was_seen_done_and_paid_and_its_value(policy, steps):
-    """Decisions of two steps, of which the last is cut short; the rollout ends after `steps` of them."""
-    env = Env(Drawn((3, 5)))
+def test_video_has_states_actions_rewards_and_values(policy, steps):
+    """Chunks of two steps, the last one shortened; a rollout has `steps` decisions."""
+    env = Env(RendersCount((3, 5)))
     collect = Collector(env, policy(2), seed=0, chunk=2)
     collect.camera.record_video(2)
     while len(collect.camera.complete) < 2:
@@ -114,9 +114,9 @@ def test_films_tell_what_was_seen_done_and_paid_and_its_value(policy, steps):
         assert video.actions.tolist() == acted[:length].tolist()
 
 
-def test_without_a_rollout_nobody_knows_values():
-    env = Env(Drawn((2, 2)))
-    collect = Collector(env, Late(), seed=0)
+def test_values_of_a_video_without_rollout_are_nan():
+    env = Env(RendersCount((2, 2)))
+    collect = Collector(env, ValuesLater(), seed=0)
     collect.camera.record_video(1)
     for _ in range(2):
         collect.decide()
@@ -124,36 +124,36 @@ def test_without_a_rollout_nobody_knows_values():
     assert np.isnan(video.values).all() and video.rewards.tolist() == [1, 2]
 
 
-class Sketched(Drawn):
-    """Its pictures are drawn when they are looked at."""
+class RendersLazily(RendersCount):
+    """Renders frames lazily."""
 
-    looks = 0
+    renders = 0
 
-    def look(self):
-        self.looks += 1
+    def render_later(self):
+        self.renders += 1
         return _pixel(9)
 
     def sketch(self, env):
-        return self.look
+        return self.render_later
 
     def step(self, action):
-        return replace(super().step(action), frames={env: [self.look] for env in self.recorded})
+        return replace(super().step(action), frames={env: [self.render_later] for env in self.recorded})
 
 
-def test_an_evaluation_shows_failures_first_and_draws_only_what_is_shown():
-    backend = Sketched((2, 2, 2, 2, 2, 2))
+def test_evaluation_shows_failures_first_and_renders_shown_videos_only():
+    backend = RendersLazily((2, 2, 2, 2, 2, 2))
     _, videos = play(LinearPolicy(), Env(backend), episodes=6, seed=0, videos=4)
-    # robots with an odd number fail
+    # robots with odd numbers fail
     assert [video.episode.env for video in videos] == [1, 3, 5, 0] and videos[-1].episode.success
-    assert backend.looks == 0
-    assert len(videos[0].rendered().frames) == backend.looks == 3
-    # where pictures are drawn at once, no more robots are filmed than are shown
-    _, videos = play(LinearPolicy(), Env(Drawn((2, 2, 2, 2))), episodes=4, seed=0, videos=2)
+    assert backend.renders == 0
+    assert len(videos[0].rendered().frames) == backend.renders == 3
+    # without lazy rendering only the robots that are shown are recorded
+    _, videos = play(LinearPolicy(), Env(RendersCount((2, 2, 2, 2))), episodes=4, seed=0, videos=2)
     assert [video.episode.env for video in videos] == [1, 0]
-    assert play(LinearPolicy(), Env(Drawn((2, 2))), episodes=2, seed=0)[1] == []
+    assert play(LinearPolicy(), Env(RendersCount((2, 2))), episodes=2, seed=0)[1] == []
 
 
-def test_the_suite_draws_a_film_when_it_is_looked_at():
+def test_tabletop_renders_frames_lazily():
     env = make_env(load_config({"env": {"threads": 1}}).env, 3, max_episode_steps=5)
     assert Camera(env).is_cheap and env.spec.video_cameras == ("head", "wrist")
     env.reset(0)
@@ -162,11 +162,11 @@ def test_the_suite_draws_a_film_when_it_is_looked_at():
     frames = env.backend.step(np.ones((3, 1, env.spec.action_dim))).frames
     after = env.backend.render(1)
     env.close()
-    # each shows its own moment, also when the env is closed
+    # each shows the step of its request, even after the env is closed
     assert np.array_equal(later(), before) and np.array_equal(frames[1][0](), after) and (before != after).any()
 
 
-def test_films_are_drawn_while_robots_go_on():
+def test_frames_can_be_rendered_while_the_env_steps():
     env = make_env(load_config({"env": {"threads": 1, "cameras": ["head"], "image_size": 64}}).env, 4, 50)
     env.reset(0)
     env.backend.record([0, 1])
@@ -175,9 +175,9 @@ def test_films_are_drawn_while_robots_go_on():
         for _ in range(8):
             frames = env.backend.step(rng.uniform(-1, 1, (4, 1, env.spec.action_dim))).frames
             sketches += [(sketch, other.submit(sketch)) for sketch in (frames[0][0], frames[1][0])]
-        pictures = [future.result() for _, future in sketches]
-    assert all(np.array_equal(sketch(), picture) for (sketch, _), picture in zip(sketches, pictures, strict=True))
-    assert len({picture.tobytes() for picture in pictures}) == 16
+        images = [future.result() for _, future in sketches]
+    assert all(np.array_equal(sketch(), picture) for (sketch, _), picture in zip(sketches, images, strict=True))
+    assert len({picture.tobytes() for picture in images}) == 16
     env.close()
 
 
@@ -197,20 +197,20 @@ def trained(run):
     run.phase.env.close()
 
 
-def test_a_run_films_when_it_starts_and_after_each_checkpoint(tmp_path):
+def test_run_records_at_its_start_and_after_each_checkpoint(tmp_path):
     trained(run_of(tmp_path, render_episodes=1))
     videos = sorted(path.name for path in (tmp_path / "videos").glob("*.mp4"))
-    # episodes are as long as rollouts; the one of update 3 had begun when the checkpoint was written
+    # episodes are as long as rollouts; that of update 3 began before the checkpoint was written
     assert videos == ["rollout_000001_0.mp4", "rollout_000004_0.mp4"]
     assert (tmp_path / "samples" / "rollout_000004_0.png").exists()
 
 
-def test_a_short_run_has_no_time_for_videos(tmp_path):
+def test_short_run_exceeds_the_time_share_of_videos(tmp_path):
     trained(run_of(tmp_path, video_share=0.02, render_episodes=1))
     assert not (tmp_path / "videos").exists()
 
 
-def test_none_are_asked_for_and_nothing_is_drawn(tmp_path, monkeypatch):
+def test_run_without_videos_renders_nothing(tmp_path, monkeypatch):
     from sparring.envs.tabletop.backend import Tabletop
 
     monkeypatch.setattr(Tabletop, "render", lambda *_: 1 / 0)
@@ -218,7 +218,7 @@ def test_none_are_asked_for_and_nothing_is_drawn(tmp_path, monkeypatch):
     assert not (tmp_path / "videos").exists()
 
 
-def test_who_steps_a_phase_alone_records_no_videos(tmp_path):
+def test_phase_without_run_records_no_videos(tmp_path):
     run = run_of(tmp_path, render_episodes=1)
     for _ in range(4):
         run.phase.step(run.fraction)

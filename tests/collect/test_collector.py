@@ -1,4 +1,4 @@
-"""The order of data, proved with an env that counts."""
+"""The order of collected data, checked with an env that counts."""
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ def collected(steps=6, lengths=(3, 5), chunk=1):
     return env, policy, collector, buffer
 
 
-def test_every_row_is_the_observation_the_action_was_taken_in():
+def test_rows_hold_the_observation_of_their_action():
     _, _, _, buffer = collected()
     states = buffer.get(flatten=False)["observation", "state"]
     # env 0 has episodes of 3 steps, env 1 of 5: (episode, step) at each decision
@@ -33,13 +33,13 @@ def test_flattened_rows_keep_time_order_per_env():
     assert flat[::2, 2].tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_actions_reach_the_env_as_they_were_stored():
+def test_env_receives_the_stored_actions():
     env, _, _, buffer = collected()
     stored = buffer.get(flatten=False)["action"].numpy()
     assert np.array_equal(stored, np.stack(env.backend.seen_actions))
 
 
-def test_rewards_and_ends_sit_in_the_row_of_their_action():
+def test_rewards_and_episode_ends_are_in_the_row_of_their_action():
     _, _, _, buffer = collected()
     following = buffer.get(flatten=False)["next"]
     assert following["reward"][:, 0, 0].tolist() == [1, 2, 3, 1, 2, 3]
@@ -57,21 +57,21 @@ def test_next_value_is_of_the_true_next_observation():
     assert value[:, 1].tolist() == [1001, 1002, 1003, 1004, 1005, 1011]
 
 
-def test_the_critic_is_asked_once_for_the_last_row_and_once_for_all_final_observations():
+def test_critic_runs_once_for_the_last_row_and_once_for_all_final_observations():
     _, policy, _, _ = collected()
-    last, final = policy.asked_for_values
+    last, final = policy.value_inputs
     assert last.tolist() == [[0, 2, 0], [1, 1, 1]]
     assert final.tolist() == [[0, 0, 3], [1, 0, 5], [0, 1, 3]]
 
 
-def test_a_second_rollout_goes_on_where_the_first_stopped():
+def test_second_rollout_continues_the_first():
     env, _, collector, buffer = collected(steps=2)
     collector.collect(buffer)
     assert buffer.get(flatten=False)["observation", "state"][:, 1, 2].tolist() == [2, 3]
     assert collector.env_steps == 8
 
 
-def test_chunks_end_with_the_episode_and_only_what_ran_is_scored():
+def test_chunks_end_with_the_episode_and_only_executed_actions_are_scored():
     _, _, collector, buffer = collected(steps=4, lengths=(3, 5), chunk=2)
     rollout = buffer.get(flatten=False)
     assert rollout["next", "executed"][:, 0].tolist() == [2, 1, 2, 1]
@@ -82,7 +82,7 @@ def test_chunks_end_with_the_episode_and_only_what_ran_is_scored():
     assert collector.env_steps == 6 + 7
 
 
-def test_episodes_are_told_with_their_sums():
+def test_ended_episodes_have_reward_steps_and_success():
     _, _, collector, _ = collected()
     first, *_ = episodes = collector.drain_episodes()
     assert (first.env, first.reward, first.steps, first.success) == (0, 1 + 2 + 3, 3, True)
@@ -98,7 +98,7 @@ def test_is_first_marks_the_start_of_every_episode():
     ]
 
 
-def test_version_says_which_weights_acted():
+def test_version_is_that_of_the_acting_weights():
     _, _, collector, buffer = collected()
     assert buffer.get()["version"].unique().tolist() == [0]
     collector.version = 7
@@ -107,7 +107,7 @@ def test_version_says_which_weights_acted():
 
 
 def test_noise_depends_on_env_and_decision_not_on_batching():
-    """Two processes with one env each draw what one process with two envs draws."""
+    """Two processes with one env each draw the noise of one process with two envs."""
     _, _, _, together = collected(lengths=(3, 3))
     alone = []
     for rank in range(2):
@@ -118,7 +118,7 @@ def test_noise_depends_on_env_and_decision_not_on_batching():
     assert torch.equal(together.get(flatten=False)["action"], torch.cat(alone, 1))
 
 
-def test_noise_can_be_held_over_decisions():
+def test_noise_hold_repeats_noise_over_decisions():
     env, policy = counting_env(), LinearPolicy()
     policy.noise_hold = 3
     buffer = RolloutBuffer(6)

@@ -1,4 +1,4 @@
-"""Collecting while learning: what comes of it, bit for bit where nothing may be behind."""
+"""rollout.mode=async: bit-identical to sync with staleness 0; staleness limits, pacing, resume, timeline."""
 
 import json
 import time
@@ -37,7 +37,7 @@ SMALL = {
     "training": {"save_every": 2, "keep_checkpoints": 10, "iterations": 5},
     "logging": {"console_level": "ERROR"},
 }
-APART = {"mode": "async", "staleness": 0}
+ASYNC = {"mode": "async", "staleness": 0}
 
 
 def config_in(folder, more=None, **rollout):
@@ -68,12 +68,12 @@ def all_lines(folder) -> list[dict]:
 
 
 def lines(folder) -> list[dict]:
-    """Without what the clock says, what only async tells, and the parity, which each process measures anew."""
+    """Without times, the metrics of async only, and the parity, which each process measures."""
     other = ("timestamp", "row", "crc", "train/parity", "train/parity_ratio")
     return [{k: v for k, v in row.items() if k not in other and not k.startswith("perf/")} for row in all_lines(folder)]
 
 
-WAYS = {
+CASES = {
     "small": {},
     "chunks": {"rollout": ROLLOUT | {"action_steps": 3}},
     "by episodes": {"rollout": ROLLOUT | {"n_episodes_per_batch": 8}},
@@ -99,22 +99,22 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_with_staleness_0_it_is_what_sync_is_bit_for_bit(tmp_path, way):
-    rollout = way.get("rollout", ROLLOUT)
-    sync = trained(config_in(tmp_path / "sync", way))
-    apart = trained(config_in(tmp_path / "async", way | {"rollout": rollout | APART}))
-    assert_equal(weights(sync), weights(apart))
-    assert sync.phase.progress == apart.phase.progress
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_async_with_staleness_0_is_bit_identical_to_sync(tmp_path, case):
+    rollout = case.get("rollout", ROLLOUT)
+    sync = trained(config_in(tmp_path / "sync", case))
+    remote = trained(config_in(tmp_path / "async", case | {"rollout": rollout | ASYNC}))
+    assert_equal(weights(sync), weights(remote))
+    assert sync.phase.progress == remote.phase.progress
     assert lines(tmp_path / "sync") == lines(tmp_path / "async")
     assert len(lines(tmp_path / "sync")) == 5
 
 
-@pytest.mark.usefixtures("fresh")
-def test_so_it_is_in_groups(tmp_path):
+@pytest.mark.usefixtures("not_forked")
+def test_async_groups_with_staleness_0_are_bit_identical_to_sync(tmp_path):
     sync = trained(config_in(tmp_path / "sync", groups=2))
-    apart = trained(config_in(tmp_path / "async", groups=2, **APART))
-    assert_equal(weights(sync), weights(apart))
+    remote = trained(config_in(tmp_path / "async", groups=2, **ASYNC))
+    assert_equal(weights(sync), weights(remote))
     assert lines(tmp_path / "sync") == lines(tmp_path / "async")
 
 
@@ -124,17 +124,17 @@ def test_groups_change_neither_seeds_nor_noise(tmp_path):
         run.phase.turn(0.0, learns=False)
     one, other = (run.phase.buffer.rollout() for run in (whole, grouped))
     assert torch.equal(one["observation", "state"][0], other["observation", "state"][0])
-    # the networks see other batches, and may round otherwise
+    # other batch sizes may round differently
     for key in one.keys(True, True):
         assert torch.allclose(one[key].double(), other[key].double(), atol=1e-5), key
     assert whole.phase.progress.env_steps == grouped.phase.progress.env_steps == 36
-    # some episodes of all robots have ended, and are told by their robots' numbers
+    # each of the four robots has ended one episode
     assert whole.phase.progress.episodes == grouped.phase.progress.episodes == 4
     for run in (whole, grouped):
         run.phase.env.close()
 
 
-def test_groups_share_the_cores_that_nobody_shared_out(tmp_path, monkeypatch):
+def test_groups_share_the_cores_by_default(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda who: range(8))
     for given, threads in ((0, 4), (3, 3)):
         env = {"env": {"name": "tabletop", "threads": given}}
@@ -143,7 +143,7 @@ def test_groups_share_the_cores_that_nobody_shared_out(tmp_path, monkeypatch):
         run.phase.env.close()
 
 
-def test_and_so_they_do_in_worker_processes(monkeypatch):
+def test_groups_share_the_cores_in_worker_processes(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "doubles")
     monkeypatch.setattr("os.sched_getaffinity", lambda who: range(6))
     monkeypatch.setattr("sparring.envs.env.make_env", lambda env, *args, **where: SimpleNamespace(workers=env.workers))
@@ -154,19 +154,19 @@ def test_and_so_they_do_in_worker_processes(monkeypatch):
         assert make_training_env(config, seat).workers == workers
 
 
-def test_cores_are_those_that_this_process_may_use(monkeypatch):
+def test_usable_cores_are_those_of_the_cpu_affinity(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda who: {1, 5, 6})
     assert [usable_cores(parts) for parts in (1, 2, 5)] == [3, 1, 1]
 
 
-def test_the_episodes_of_groups_are_numbered_through(tmp_path):
+def test_episodes_of_groups_have_global_robot_numbers(tmp_path):
     run = Run(config_in(tmp_path, groups=2))
     run.phase.collector.collect(run.phase.buffer)
     assert [episode.env for episode in run.phase.collector.drain_episodes()] == [0, 1, 2, 3]
     run.phase.env.close()
 
 
-def test_all_groups_are_closed_though_one_fails():
+def test_all_groups_are_closed_if_one_fails():
     closed = []
 
     def close(group):
@@ -180,16 +180,16 @@ def test_all_groups_are_closed_though_one_fails():
     assert closed == [0, 1, 2]
 
 
-def pictures_of(size: int) -> dict:
-    way = WAYS["camera"]
-    return {key: way[key] for key in ("policy", "threads")} | {"env": way["env"] | {"image_size": size}}
+def case_with_images(size: int) -> dict:
+    case = CASES["camera"]
+    return {key: case[key] for key in ("policy", "threads")} | {"env": case["env"] | {"image_size": size}}
 
 
 @pytest.mark.parametrize(
-    "groups, more", [(1, {}), (2, {}), (2, pictures_of(112))], ids=["one", "two", "large pictures"]
+    "groups, more", [(1, {}), (2, {}), (2, case_with_images(112))], ids=["one", "two", "large pictures"]
 )
-def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups, more):
-    rollout = APART | {"groups": groups}
+def test_resumed_async_run_is_bit_identical(tmp_path, groups, more):
+    rollout = ASYNC | {"groups": groups}
     straight = trained(config_in(tmp_path / "straight", more, **rollout))
     stopped = Run(config_in(tmp_path / "stopped", more, **rollout))
     for _ in range(3):
@@ -205,28 +205,28 @@ def test_stopped_it_goes_on_bit_for_bit(tmp_path, groups, more):
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
+def test_staleness_stays_within_its_limit(tmp_path, staleness):
     more = {"training": SMALL["training"] | {"iterations": 12}}
     run = Run(config_in(tmp_path, more, mode="async", staleness=staleness))
     update, behind = run.phase.algorithm.update, []
 
-    def look_and_update(rollout, fraction):
+    def record_and_update(rollout, fraction):
         version = rollout["version"].unique()
         assert len(version) == 1
         behind.append(run.phase.algorithm.version - int(version))
         return update(rollout, fraction)
 
-    run.phase.algorithm.update = look_and_update
+    run.phase.algorithm.update = record_and_update
     assert run.run()
     run.phase.env.close()
     assert max(behind) <= staleness and min(behind) >= 0
-    # nothing would be behind only if the robots waited for each update
+    # staleness would be 0 only if the actor process waited for each update
     assert max(behind) >= 1
     written = all_lines(tmp_path)
     assert not unexplained(written[-1])
-    # what the actor process says is kept, also what it said before there was a folder
-    said = next(tmp_path.glob("logs/env/env_*.log")).read_text()
-    assert "actor process: DEBUG made robots 0 to 3 of 4: doubles_failing:Failing" in said
+    # the log of the actor process is kept, including lines from before the folder existed
+    log = next(tmp_path.glob("logs/env/env_*.log")).read_text()
+    assert "actor process: DEBUG made robots 0 to 3 of 4: doubles_failing:Failing" in log
     assert [row["perf/staleness"] for row in written] == behind
     assert all(row[f"perf/behind_{versions}"] == 1.0 for row, versions in zip(written, behind, strict=True))
     names = ("queue_depth", "actor_idle", "actor_wait_seconds", "simulate_seconds", "infer_seconds")
@@ -234,58 +234,58 @@ def test_no_rollout_is_further_behind_than_was_allowed(tmp_path, staleness):
     assert 0 <= written[-1]["perf/learner_idle"] <= 1
 
 
-def test_what_is_behind_passes_the_gate_where_it_was_collected(tmp_path):
+def test_stale_rollouts_pass_the_parity_gate_of_the_actor_process(tmp_path):
     run = Run(config_in(tmp_path, mode="async", staleness=2, least_ess=0.0))
-    told = [run.phase.step(0.0) for _ in range(4)]
+    rows = [run.phase.step(0.0) for _ in range(4)]
     run.phase.env.close()
-    assert told[-1]["staleness"] >= 1 and told[-1]["parity_skipped"] == 0 and told[-1]["parity"] < 1e-4
+    assert rows[-1]["staleness"] >= 1 and rows[-1]["parity_skipped"] == 0 and rows[-1]["parity"] < 1e-4
 
 
-@pytest.mark.parametrize("way", ["by episodes", "grpo", "ring", "flow"])
-def test_so_it_does_in_every_way_of_learning(tmp_path, way):
-    rollout = WAYS[way].get("rollout", ROLLOUT) | {"mode": "async", "staleness": 2}
-    run = Run(config_in(tmp_path, WAYS[way] | {"rollout": rollout}))
-    told = [run.phase.step(0.0) for _ in range(4)]
+@pytest.mark.parametrize("case", ["by episodes", "grpo", "ring", "flow"])
+def test_stale_rollouts_pass_the_parity_gate_with_every_algorithm(tmp_path, case):
+    rollout = CASES[case].get("rollout", ROLLOUT) | {"mode": "async", "staleness": 2}
+    run = Run(config_in(tmp_path, CASES[case] | {"rollout": rollout}))
+    rows = [run.phase.step(0.0) for _ in range(4)]
     run.phase.env.close()
-    assert max(row["staleness"] for row in told) >= 1
-    assert all(row["parity_skipped"] == 0 and row["parity"] < 1e-4 and isfinite(row["loss"]) for row in told), told
+    assert max(row["staleness"] for row in rows) >= 1
+    assert all(row["parity_skipped"] == 0 and row["parity"] < 1e-4 and isfinite(row["loss"]) for row in rows), rows
 
 
-def test_and_what_is_scored_wrongly_does_not(tmp_path):
-    more = {"policy": {"name": "doubles_failing:Misremembers"}}
+def test_inconsistent_scores_fail_the_parity_gate(tmp_path):
+    more = {"policy": {"name": "doubles_failing:InconsistentScores"}}
     run = Run(config_in(tmp_path, more, mode="async", staleness=2))
-    # the learner's own gate sees fresh decisions only
+    # the learner's gate sees on-policy decisions only
     run.phase.algorithm.policy.evaluate = lambda td: ActorCritic.evaluate(run.phase.policy, td)
     before = weights(run)
     with pytest.raises(ParityError, match="drift"):
         run.phase.step(0.0)
     run.phase.env.close()
-    # nothing was learned; normalisers had been fitted by then
+    # no gradient step was made; only the normalisers were fitted before
     parameters = dict(run.phase.model.named_parameters())
     assert_equal({name: before[name] for name in parameters}, {name: weights(run)[name] for name in parameters})
 
 
-def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_path):
+def test_low_ess_lowers_the_allowed_staleness(tmp_path):
     more = {"ppo": SMALL["ppo"] | {"policy_lr": 3e-2}, "training": SMALL["training"] | {"iterations": 12}}
     trained(config_in(tmp_path, more, mode="async", staleness=2, least_ess=0.99))
     written = all_lines(tmp_path)
     assert {row["perf/staleness_allowed"] for row in written} >= {0.0, 2.0}
-    # the one that was being collected when it was told was not thrown away; the next waited
+    # the rollout in progress was kept; the next one waited
     paced = [i for i, row in enumerate(written) if row["perf/staleness_allowed"] == 0]
     assert any(row["perf/staleness"] == 0 for row in written[paced[0] :])
-    # a line of each update tells, fresh or not
-    told = [[row[name] for name in ("perf/staleness_mean", "perf/staleness_max", "train/ess")] for row in written]
-    fresh = [row["perf/staleness"] == 0 for row in written]
-    assert [row == [0, 0, 1] for row in told] == fresh and True in fresh and False in fresh
+    # every line has staleness and ESS, stale or not
+    rows = [[row[name] for name in ("perf/staleness_mean", "perf/staleness_max", "train/ess")] for row in written]
+    on_policy = [row["perf/staleness"] == 0 for row in written]
+    assert [row == [0, 0, 1] for row in rows] == on_policy and True in on_policy and False in on_policy
 
 
 @pytest.mark.parametrize(
-    "worth, allowed",
+    "ess_values, allowed",
     [
         ([0.49], 1),
         ([0.5], 2),
         ([0.4, 0.4, 0.4], 0),
-        # after a fall it takes two good ones, after two falls four; in a row
+        # after one decrease two good updates in a row are needed, after two decreases four
         ([0.1, 0.76], 1),
         ([0.1, 0.76, 0.76], 2),
         ([0.1, 0.76, 0.74, 0.76], 1),
@@ -293,17 +293,17 @@ def test_robots_wait_for_weights_where_what_they_collect_is_worth_little(tmp_pat
         ([0.1, 0.1, 1.0, 1.0, 1.0, 1.0], 1),
     ],
 )
-def test_pacing_by_hand(worth, allowed):
+def test_pacing_follows_the_ess(ess_values, allowed):
     collector = RemoteCollector(SimpleNamespace(actor=None), None, staleness=2, least_ess=0.5)
-    for ess in worth:
+    for ess in ess_values:
         collector.version = collector._rollout_version = collector.version + 1
         collector.pace(ess)
     assert collector.allowed == allowed
 
 
-def test_what_began_before_the_robots_were_held_back_does_not_hold_them_back_further():
+def test_rollouts_begun_before_a_change_do_not_lower_staleness_again():
     collector = RemoteCollector(SimpleNamespace(actor=None), None, staleness=4, least_ess=0.5)
-    # versions of rollouts that four updates learn from: the second change is for the first that began after one
+    # (version, version of the rollout) of updates: a rollout that began before the change does not count
     allowed = []
     for collector.version, collector._rollout_version in ((4, 0), (5, 1), (6, 4), (7, 5), (8, 5)):
         collector.pace(0.1)
@@ -311,11 +311,11 @@ def test_what_began_before_the_robots_were_held_back_does_not_hold_them_back_fur
     assert allowed == [3, 3, 3, 2, 2]
 
 
-def test_nothing_is_paced_by_an_update_that_weighed_nothing(tmp_path):
+def test_update_without_ess_does_not_change_pacing(tmp_path):
     run = Run(config_in(tmp_path, mode="async", staleness=2))
     collector = run.phase.collector
     collector.allowed = 0
-    # as GRPO does where no group tells good from bad
+    # like GRPO if all groups have equal rewards
     run.phase.algorithm.update = lambda rollout, fraction: {}
     for _ in range(3):
         run.phase.step(0.0)
@@ -323,7 +323,7 @@ def test_nothing_is_paced_by_an_update_that_weighed_nothing(tmp_path):
     assert collector.allowed == 0
 
 
-def test_a_run_that_goes_on_is_paced_as_it_was(tmp_path):
+def test_resumed_run_keeps_its_pacing(tmp_path):
     config = config_in(tmp_path, mode="async", staleness=3, least_ess=0.1)
     stopped = Run(config)
     stopped.phase.step(0.0)
@@ -332,18 +332,18 @@ def test_a_run_that_goes_on_is_paced_as_it_was(tmp_path):
     stopped.save()
     stopped.phase.env.close()
     resumed = Run(config)
-    told = [resumed.phase.step(0.0) for _ in range(5)]
+    rows = [resumed.phase.step(0.0) for _ in range(5)]
     resumed.phase.env.close()
-    assert [row["staleness"] for row in told] == [row["staleness_allowed"] for row in told] == [0] * 5
+    assert [row["staleness"] for row in rows] == [row["staleness_allowed"] for row in rows] == [0] * 5
     collector = resumed.phase.collector
     assert (collector._good, collector._good_needed) == (7, 32)
 
 
-def test_its_state_is_that_after_what_was_learned_from(tmp_path):
-    run = Run(config_in(tmp_path, **APART))
+def test_collector_state_is_that_of_the_last_learned_rollout(tmp_path):
+    run = Run(config_in(tmp_path, **ASYNC))
     run.phase.step(0.0)
     before = run.phase.collector.state_dict()
-    # as where another process then fails
+    # like a run in which another process fails now
     run.phase.collect()
     assert run.phase.collector.state_dict()["env_steps"] == before["env_steps"] == 72
     run.phase.learn(0.0)
@@ -352,7 +352,7 @@ def test_its_state_is_that_after_what_was_learned_from(tmp_path):
     run.phase.env.close()
 
 
-def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
+def test_stale_run_resumes_and_counts_steps_once(tmp_path):
     config = config_in(tmp_path, mode="async", staleness=2)
     stopped = Run(config)
     for _ in range(3):
@@ -361,12 +361,11 @@ def test_a_run_that_is_behind_goes_on_after_a_stop(tmp_path):
     steps = stopped.phase.progress.env_steps
     stopped.phase.env.close()
     resumed = trained(config)
-    # what had been collected and not learned from is collected again, and counted once
-    # and one rollout fitted normalisers
+    # rollouts that no update used are collected again and counted once; one rollout fitted normalisers
     assert steps == 4 * 36 and resumed.phase.progress.env_steps == 6 * 36
 
 
-def test_the_timeline_shows_collecting_while_learning(tmp_path):
+def test_timeline_shows_simulation_during_learning(tmp_path):
     env = {"env": SMALL["env"] | {"slow": 0.01}}
     more = env | {"training": SMALL["training"] | {"iterations": 8}, "ppo": SMALL["ppo"] | {"ppo_epochs": 20}}
     trained(config_in(tmp_path, more, mode="async"))
@@ -375,13 +374,13 @@ def test_the_timeline_shows_collecting_while_learning(tmp_path):
     learner = {"wait", "take", "learn", "publish"}
     assert {span.stage for span in spans if span.who == "collector"} == collector
     assert {span.stage for span in spans if span.who == "learner"} == learner
-    # of the weights that an update starts from, with the normalisers that the first rollout fitted
+    # versions of the weights before each update; version 1 has the normalisers of the first rollout
     assert [span.version for span in spans if span.stage == "learn"] == list(range(1, 9))
     assert sum(span.stage == "simulate" for span in spans) >= 8 * 9
     assert overlap(spans, ("learner", "learn"), ("collector", "simulate")) > 0.05
 
 
-def test_while_one_group_simulates_another_is_decided_for(tmp_path):
+def test_inference_of_one_group_overlaps_simulation_of_another(tmp_path):
     run = Run(config_in(tmp_path, {"env": SMALL["env"] | {"slow": 0.02}}, groups=2))
     act = run.phase.policy.act
 
@@ -392,7 +391,7 @@ def test_while_one_group_simulates_another_is_decided_for(tmp_path):
     run.phase.policy.act = act_slowly
     metrics = run.phase.collect()
     run.phase.env.close()
-    # 9 decisions of 2 groups: 0.36 s of deciding, 0.18 s of simulating of each group
+    # 9 decisions of 2 groups: 0.36 s of inference, 0.18 s of simulation per group
     assert metrics["infer_seconds"] > 0.36 and metrics["simulate_seconds"] > 0.18
     spans = run.phase.drain_spans()
     assert overlap(spans, ("collector 0", "simulate"), ("collector 1", "infer")) > 0.1
@@ -400,13 +399,13 @@ def test_while_one_group_simulates_another_is_decided_for(tmp_path):
 
 
 def overlap(spans, one, other) -> float:
-    """Seconds in which both were at work."""
-    ours, theirs = ([s for s in spans if (s.who, s.stage) == kind] for kind in (one, other))
-    return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a in ours for b in theirs)
+    """Seconds in which both stages ran."""
+    ours, actor_memory = ([s for s in spans if (s.who, s.stage) == kind] for kind in (one, other))
+    return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a in ours for b in actor_memory)
 
 
-@pytest.mark.usefixtures("fresh")
-def test_films_come_along(tmp_path):
+@pytest.mark.usefixtures("not_forked")
+def test_videos_are_recorded_in_async_mode(tmp_path):
     more = {"env": {"name": "tabletop", "threads": 1}}
     run = Run(config_in(tmp_path, more, max_episode_steps=6, mode="async", staleness=0))
     run.phase.record_video(1)
@@ -414,12 +413,12 @@ def test_films_come_along(tmp_path):
         run.phase.step(0.0)
     (video,) = run.phase.drain_videos()
     run.phase.env.close()
-    # the first one: a picture before it and one of each step
+    # the first episode: a frame before it and one per step
     assert video.episode.env == 0 and video.episode.steps == 6 and len(video.frames) == 7
     assert video.frames[0].shape[-1] == 3 and (video.frames[0] != video.frames[-1]).any()
 
 
-def test_what_does_not_go_together_is_said(tmp_path):
+def test_incompatible_settings_are_refused(tmp_path):
     wrong = {
         "async is for finetune": ("teacher", {"mode": "async"}),
         "is for rollout.mode=async": ("finetune", {"staleness": 2}),
@@ -429,20 +428,20 @@ def test_what_does_not_go_together_is_said(tmp_path):
         ),
         "cannot be combined with rollout.n_episodes_per_batch": ("finetune", {"groups": 2, "n_episodes_per_batch": 4}),
     }
-    for told, (phase, rollout) in wrong.items():
-        with pytest.raises(ConfigError, match=told):
+    for rows, (phase, rollout) in wrong.items():
+        with pytest.raises(ConfigError, match=rows):
             load_config({"rollout": ROLLOUT | rollout}, phase=phase)
 
 
-def test_nothing_is_paced_without_weights_and_that_is_said():
+def test_least_ess_without_correction_is_refused():
     with pytest.raises(ConfigError, match=r"^rollout.least_ess = 0.7 .*: ppo.correction=none "):
         load_config({"rollout": ROLLOUT | {"mode": "async", "least_ess": 0.7}, "ppo": {"correction": "none"}})
-    # never to pace is what is so
+    # without pacing the setting is allowed
     config = load_config({"rollout": ROLLOUT | {"mode": "async", "least_ess": 0}, "ppo": {"correction": "none"}})
     assert config.rollout.least_ess == 0
 
 
-def test_only_what_changes_is_sent_again():
+def test_only_changed_weights_are_sent_again():
     learner, actor = (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
     learner[0].weight.requires_grad_(False)
     with torch.no_grad():
@@ -460,11 +459,11 @@ def test_only_what_changes_is_sent_again():
     assert reader.load() == 5
     assert torch.equal(actor[0].bias, learner[0].bias)
     assert torch.equal(actor[1].running_mean, learner[1].running_mean)
-    # it is taken to rest
+    # a frozen tensor is sent once
     assert torch.equal(actor[0].weight, learner[0].weight - 1)
 
 
-def test_a_version_that_is_overwritten_while_it_is_read_is_read_again(monkeypatch):
+def test_version_overwritten_during_reading_is_read_again(monkeypatch):
     learner, actor = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     writer = WeightsWriter(learner, version=0)
     reader = WeightsReader(writer.handle(), actor)
@@ -493,8 +492,8 @@ def test_a_version_that_is_overwritten_while_it_is_read_is_read_again(monkeypatc
     assert all((tensor == 3).all() for tensor in actor.parameters())
 
 
-def test_weights_lie_as_the_learners_do():
-    """A view at 4 bytes beyond a multiple of 64 is multiplied by another kernel, which rounds otherwise."""
+def test_copied_weights_have_the_alignment_of_the_learners():
+    """Matrix kernels depend on the address modulo 64 bytes and round differently."""
     learner, actor = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
     GradientStep([{"params": [*learner.parameters()][::-1], "lr": 1.0}], Distributed("cpu"), 1.0, "lr=1")
     writer = WeightsWriter(learner, version=0)
@@ -505,22 +504,22 @@ def test_weights_lie_as_the_learners_do():
     assert_equal(dict(learner.state_dict()), dict(actor.state_dict()))
 
 
-def test_shared_memory_has_no_name_once_both_have_it():
-    mine = SharedMemory.make({("x",): Column((2, 3), torch.float32), ("flag",): Column((), torch.bool)})
-    file = mine.handle.file
-    theirs = SharedMemory.attach(mine.handle)
+def test_shared_memory_file_is_removed_after_attaching():
+    learner_memory = SharedMemory.make({("x",): Column((2, 3), torch.float32), ("flag",): Column((), torch.bool)})
+    file = learner_memory.handle.file
+    actor_memory = SharedMemory.attach(learner_memory.handle)
     assert not file.exists()
-    mine.tensors["x",][1, 2] = 5
-    assert theirs.tensors["x",][1, 2] == 5 and theirs.tensors["flag",].shape == ()
+    learner_memory.tensors["x",][1, 2] = 5
+    assert actor_memory.tensors["x",][1, 2] == 5 and actor_memory.tensors["flag",].shape == ()
 
 
-def test_weights_lie_in_a_folder_where_shared_memory_has_no_room(tmp_path, monkeypatch):
+def test_weights_use_buffer_folder_if_shared_memory_is_full(tmp_path, monkeypatch):
     room = {_memory_folder(): 1000}
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=room.get(folder, 10**9)))
-    run = Run(config_in(tmp_path / "small", **APART))
+    run = Run(config_in(tmp_path / "small", **ASYNC))
     with pytest.raises(UserError, match="weights needs .* has 1000 bytes free; choose another buffer.folder"):
         run.phase.step(0.0)
     run.phase.env.close()
     elsewhere = tmp_path / "elsewhere"
-    trained(config_in(tmp_path / "large", {"buffer": {"folder": str(elsewhere)}}, **APART))
+    trained(config_in(tmp_path / "large", {"buffer": {"folder": str(elsewhere)}}, **ASYNC))
     assert list(elsewhere.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Large tensors of a message go through shared memory, the rest of it otherwise."""
+"""Large tensors of a message go through shared memory, the rest through the pipe."""
 
 import pickle
 
@@ -14,23 +14,23 @@ def message(number: int, size: int = LARGE) -> dict:
 
 
 def same(one: dict, other: dict) -> bool:
-    images = [told["groups"][0]["root"]["image"] for told in (one, other)]
-    small = [told["groups"][1]["small"] for told in (one, other)]
+    images = [got["groups"][0]["root"]["image"] for got in (one, other)]
+    small = [got["groups"][1]["small"] for got in (one, other)]
     return torch.equal(*images) and torch.equal(*small) and one["version"] == other["version"]
 
 
-def test_what_arrives_is_what_was_sent_and_the_pipe_carries_none_of_it(tmp_path):
+def test_received_tensors_equal_those_sent_and_bypass_the_pipe(tmp_path):
     slots = TensorSlots(2, tmp_path)
     sent = [slots.extract(message(number), number) for number in (4, 5)]
     assert sent[0]["groups"][0]["root"]["image"] == _InSlot(("groups", "0", "root", "image"))
     assert len(pickle.dumps(sent[0])) < 2000
     shared = SharedMemory.attach(slots.shared.handle)
-    assert all(same(TensorSlots.restore(told, shared, told["version"]), message(told["version"])) for told in sent)
-    # nothing is left on the disk
+    assert all(same(TensorSlots.restore(got, shared, got["version"]), message(got["version"])) for got in sent)
+    # no file is left
     assert not list(tmp_path.iterdir())
 
 
-def test_a_slot_is_written_again_without_changing_what_was_received(tmp_path):
+def test_reused_slot_does_not_change_a_received_message(tmp_path):
     slots = TensorSlots(2, tmp_path)
     got = TensorSlots.restore(slots.extract(message(0), 0), slots.shared, 0)
     slots.extract(message(1), 1)
@@ -38,7 +38,7 @@ def test_a_slot_is_written_again_without_changing_what_was_received(tmp_path):
     assert same(got, message(0))
 
 
-def test_what_does_not_fit_stays_in_its_message(tmp_path):
+def test_tensor_that_does_not_fit_stays_in_its_message(tmp_path):
     slots = TensorSlots(1, tmp_path)
     slots.extract(message(0), 0)
     longer = slots.extract(message(1, LARGE + 1), 1)
@@ -48,8 +48,8 @@ def test_what_does_not_fit_stays_in_its_message(tmp_path):
     assert slots.extract(new, 2)["other"] is new["other"]
 
 
-def test_where_the_first_message_has_nothing_large_all_stays_in_messages(tmp_path):
-    # the receiver is told with the first one where large tensors lie
+def test_without_large_tensors_in_the_first_message_no_slots_are_used(tmp_path):
+    # only the first message can name the shared memory
     slots = TensorSlots(1, tmp_path)
     small = {"version": 3}
     assert slots.extract(small, 0) == small

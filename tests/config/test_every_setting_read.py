@@ -1,4 +1,4 @@
-"""Every setting is read by something: a key that changes nothing is a lie."""
+"""The source reads every setting: no key is without effect."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import tiny_pi0
 import torch
 from parity_cases import METHODS
-from vla_cases import CHUNK, LORA, Seeing, flow, gaussian, native, pi0
+from vla_cases import CHUNK, LORA, RandomCameraEnv, flow, gaussian, native, pi0
 
 from sparring.collect.collector import Collector
 from sparring.config.inherit import LIMITS
@@ -53,7 +53,7 @@ def reads() -> set[tuple[str, str, str]]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = _last_name(node.value)
-                # properties of a section read it from self
+                # properties of a section read fields from self
                 is_config = owner == "self" and file.stem in ("configs", "config", "schema")
                 found.add((package, "config" if is_config else owner, node.attr))
     return found
@@ -65,14 +65,14 @@ def _last_name(node: ast.AST) -> str:
 
 
 READS = reads()
-# by name, in a loop over all terms, all sizes, all limits of a run
+# read by name in loops over reward terms, sizes and limits
 READ_IN_A_LOOP = {*(("rewards", term) for term in TERMS), *(("world_model", size) for size in PRESETS["small"])}
 READ_IN_A_LOOP |= {tuple(key.split(".")) for key in LIMITS}
 
 
 def is_read(section: str, field: str) -> bool:
     if section == "world_model" and field in LoraConfig.model_fields:
-        # policies.lora reads them for whoever has them
+        # policies.lora reads them for policies and world models
         section = "policy"
     if section == "world_model" and field == "name":
         # config.resolve.build reads it
@@ -88,13 +88,13 @@ def is_read(section: str, field: str) -> bool:
 
 
 @pytest.mark.parametrize(("section", "field"), fields(), ids=lambda part: part or "top")
-def test_somebody_reads_it(section, field):
+def test_setting_is_read(section, field):
     assert is_read(section, field), (
         f"nothing reads {section}{'.' if section else ''}{field}; use it where it belongs or delete it"
     )
 
 
-def test_a_dead_field_is_noticed():
+def test_unread_field_is_found():
     assert ("ppo", "clip_ratio") in fields() and ("env", "kwargs") in fields() and ("", "seed") in fields()
     assert ("policy", "denoising_discount") in fields()
     assert not is_read("ppo", "image_size")
@@ -102,15 +102,15 @@ def test_a_dead_field_is_noticed():
     assert not is_read("", "clip_ratio_of_nobody")
 
 
-# ---- pretrained policies: three kinds with settings of the same names, so each is watched while it is used
+# ---- pretrained policies: three kinds share names of settings, so reads are recorded while each is used
 
 PRETRAINED = {"vla": (gaussian, flow), "pi0": (pi0,), "native_vla": (native,)}
-# some are read only where others say so
+# some settings are read only with certain values of others
 USES = [METHODS["flow_sde"], METHODS["mdp_sde"], METHODS["flow_noise"], LORA]
 
 
-def watched(config, read: set[str]):
-    """The same settings; whichever of them is looked at is added to `read`."""
+def recording(config, read: set[str]):
+    """A copy of the config that adds the name of each setting that is read to `read`."""
 
     class Watched(type(config)):
         def __getattribute__(self, name):
@@ -121,9 +121,9 @@ def watched(config, read: set[str]):
 
 
 def use(config) -> None:
-    """Is made, acts, is scored, imitates."""
+    """Create the policy, act, score and compute the imitation loss."""
     torch.manual_seed(0)
-    env, buffer = Env(Seeing(2)), RolloutBuffer(2)
+    env, buffer = Env(RandomCameraEnv(2)), RolloutBuffer(2)
     policy = make_policy(config, env.spec, CHUNK).eval()
     Collector(env, policy, seed=0, chunk=CHUNK).collect(buffer)
     rows = buffer.get()
@@ -134,22 +134,22 @@ def use(config) -> None:
 
 
 @pytest.mark.parametrize("name", PRETRAINED)
-def test_a_pretrained_policy_reads_each_of_its_settings(name, tmp_path):
+def test_pretrained_policy_reads_each_of_its_settings(name, tmp_path):
     checkpoint, read = tiny_pi0.write(tmp_path), set()
     for make in PRETRAINED[name]:
         for settings in USES:
             # a model without a flow head refuses the settings of one
             if make is not gaussian or settings is LORA:
                 config = make(checkpoint, **settings)
-                use(watched(config, read))
+                use(recording(config, read))
     assert config.name == name
     dead = [field for field in type(config).model_fields if field not in read]
     assert not dead, f"nothing reads policy.{', policy.'.join(dead)} of {name}; use it where it belongs or delete it"
 
 
-def test_a_dead_setting_of_a_pretrained_policy_is_noticed(tmp_path):
+def test_unread_setting_of_a_pretrained_policy_is_found(tmp_path):
     read = set()
-    use(watched(native(tmp_path), read))
+    use(recording(native(tmp_path), read))
     assert {"vision_width", "text_tokens", "lora_r"} <= read
-    # only with LoRA, and only by another kind
+    # lora_dropout is read with LoRA only, attention by another kind
     assert "lora_dropout" not in read and "attention" not in read

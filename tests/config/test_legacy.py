@@ -1,4 +1,4 @@
-"""Configs that are written as in the documents this system comes from load, or say what is wrong; import keeps them."""
+"""Configs in the formats of earlier documents load or are refused with a reason; `config import` converts them."""
 
 import os
 from functools import partial
@@ -19,11 +19,11 @@ from sparring.phases import CHAIN, PHASES
 from sparring.rewards import TERMS
 from sparring.runs.train_all import train_all
 
-# nothing that these files start from is there
+# the runs and datasets that these files name do not exist
 load_config = partial(schema.load_config, inherit=False)
-# what each phase starts from: not a setting of these files
-STARTS = {"imitate": "imitate.demos", "student": "student.teacher", "adversarial": "adversarial.teacher"}
-# the snippets of the documents: name of the file, its text, the phase, and what must come of it
+# the required setting of each phase, which these files lack
+REQUIRED = {"imitate": "imitate.demos", "student": "student.teacher", "adversarial": "adversarial.teacher"}
+# snippets of the documents: file name -> text, phase, expected settings
 TRAINING = "num_episodes: 100\n  steps_per_episode: 50\n  batch_size: 8\n  learning_rate: 1e-4\n  save_every: 50\n"
 F1 = f"""training:
   {TRAINING}  log_every: 10
@@ -86,7 +86,7 @@ SNIPPETS = {
         | {"teacher.batch_size": 8, "teacher.learning_rate": 1e-4, "output": "./outputs/teacher_rl"}
         | {"logging.console_level": "INFO", "logging.file_level": "DEBUG"},
     ),
-    # the teacher's folder is the teacher's
+    # the teacher's output folder applies to the teacher only
     "f1_student.yaml": (F1, "student", F1_VALUES | {"ppo.mini_batch_size": 8, "ppo.policy_lr": 1e-4, "output": None}),
     "f1_adversarial.yaml": (F1, "adversarial", {"adversarial.batch_size": 8, "adversarial.learning_rate": 1e-4}),
     "f1_finetune.yaml": (F1, "finetune", {"ppo.mini_batch_size": 8, "output": None}),
@@ -134,7 +134,7 @@ SNIPPETS = {
         "finetune",
         {"buffer.type": "vla", "rollout.mode": "async"},
     ),
-    # robots that are paid by a world model are never elsewhere
+    # a phase with intrinsic rewards has no async mode
     "in_turns.json": (
         '{"trainer": {"buffer_type": "vla"}}',
         "student",
@@ -151,8 +151,8 @@ SNIPPETS = {
         },
     ),
 }
-# the files that the documents speak of: sections and kinds of settings that they name without showing them
-WHOLE = """model:
+# sections and kinds of settings that the documents name without an example
+COMPLETE = """model:
   config_file: f1.yaml
   lora: {r: 8, lora_alpha: 32, target_modules: [q_proj, v_proj], lora_dropout: 0.1, bias: none}
 environment:
@@ -176,8 +176,8 @@ debug: false
 """
 
 
-def start(phase):
-    return [Setting(STARTS[phase], "x", "here")] if phase in STARTS else []
+def required(phase):
+    return [Setting(REQUIRED[phase], "x", "here")] if phase in REQUIRED else []
 
 
 def in_file(tmp_path, text, name):
@@ -191,20 +191,20 @@ def flat(config):
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_every_snippet_loads(tmp_path, name):
+def test_documented_snippets_load(tmp_path, name):
     text, phase, expected = SNIPPETS[name]
-    found = flat(load_config(in_file(tmp_path, text, name), start(phase), phase))
+    found = flat(load_config(in_file(tmp_path, text, name), required(phase), phase))
     assert {key: found[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_what_import_writes_loads_as_the_original_does(tmp_path, name):
+def test_imported_file_loads_like_the_original(tmp_path, name):
     text, phase, _ = SNIPPETS[name]
     file = in_file(tmp_path, text, name)
     written, _ = import_config(file, phase)
     ours = in_file(tmp_path, written, "ours.yaml")
-    assert load_config(ours, start(phase)) == load_config(file, start(phase), phase)
-    # in our words: nothing is left to be renamed
+    assert load_config(ours, required(phase)) == load_config(file, required(phase), phase)
+    # no key is left to rename
     settings = read_settings(ours)
     assert rename(settings, SCHEMA).notes() == []
 
@@ -217,36 +217,36 @@ def without_sections_of(others, config):
     return {key: value for key, value in flat(config).items() if key.partition(".")[0] not in others}
 
 
-def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
-    # adapters need a network that is not there in all phases
-    text = WHOLE.replace("r: 8, lora_alpha: 32, target_modules: [q_proj, v_proj], lora_dropout: 0.1, ", "")
+def test_file_for_all_phases_is_imported_for_each_phase(tmp_path):
+    # adapters need a network that some phases lack
+    text = COMPLETE.replace("r: 8, lora_alpha: 32, target_modules: [q_proj, v_proj], lora_dropout: 0.1, ", "")
     file = in_file(tmp_path, text, "rl_config.yaml")
-    written, told = import_config(file)
+    written, printed = import_config(file)
     ours = in_file(tmp_path, written, "ours.yaml")
     assert written.startswith(
         "# From rl_config.yaml, by `sparring config import`. For `sparring train all` and each of"
     )
     for phase in CHAIN:
-        theirs = load_config(None, [*kept(file), *start(phase)], phase)
+        theirs = load_config(None, [*kept(file), *required(phase)], phase)
         others = set(CHAIN) - {phase}
-        mine = load_config(ours, start(phase), phase)
+        mine = load_config(ours, required(phase), phase)
         assert without_sections_of(others, mine) == without_sections_of(others, theirs)
-    student = flat(load_config(ours, start("student"), "student"))
+    student = flat(load_config(ours, required("student"), "student"))
     assert (student["rewards.prediction_error"], student["ppo.clip_ratio"], student["ppo.policy_lr"]) == (
         0.25,
         0.3,
         1e-4,
     )
-    adversarial = load_config(ours, start("adversarial"), "adversarial")
-    # a phase's own setting wins over the one for all
+    adversarial = load_config(ours, required("adversarial"), "adversarial")
+    # the setting of a phase overrides the common one
     assert (adversarial.adversarial.learning_rate, adversarial.ppo.policy_lr) == (2e-4, 3e-4)
     assert (adversarial.env.cameras, adversarial.env.domain_randomization) == (("head", "wrist"), ("light", "clutter"))
     assert adversarial.env.task == ("explore",)
-    # no key is lost: it is a setting, named as what one was, or a comment
+    # every key becomes a setting, the comment of a setting ("was ..."), or a comment
     for setting in read_settings(file):
         assert setting.key in written or any(f"{s.key}" == setting.key for s in read_settings(ours))
     assert "#   model.config_file: f1.yaml  (line 2: describes F1's network; " in written
-    assert "model.lora.bias (from rl_config.yaml line 3) is now a comment: always the case here" in told
+    assert "model.lora.bias (from rl_config.yaml line 3) is now a comment: always the case here" in printed
 
 
 @pytest.mark.parametrize("phase", ["student", "adversarial"])
@@ -258,36 +258,36 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
         ("ppo: {clip_epsilon: 0.3}", (1.0, 1.0)),
     ],
 )
-def test_rewards_of_the_originals_mean_what_they_meant_there(tmp_path, text, expected, phase):
+def test_original_rewards_keep_their_meaning(tmp_path, text, expected, phase):
     file = in_file(tmp_path, f"student:\n  {text}\n", "theirs.yaml")
     written, notes = import_config(file, phase)
-    # weights of student are read in student alone; phase 3 there pays for predictions that fail, and nothing else
+    # only student reads weights of student; the original phase 3 rewards prediction errors only
     expected = expected if phase == "student" else (0.0, 1.0)
     for path in (file, in_file(tmp_path, written, "ours.yaml")):
-        rewards = load_config(path, start(phase), phase).rewards
+        rewards = load_config(path, required(phase), phase).rewards
         weights = {name: getattr(rewards, name) for name in TERMS}
         assert (weights.pop("memory_divergence"), weights.pop("prediction_error")) == expected
         assert rewards.divergence == "original" and not any(weights.values())
-    _, told = schema.configure([*read_settings(file), *start(phase), Setting("phase", phase, "here")], inherit=False)
-    for lines in (notes, told):
+    _, more = schema.configure([*read_settings(file), *required(phase), Setting("phase", phase, "here")], inherit=False)
+    for lines in (notes, more):
         (line,) = [line for line in lines if line.startswith(f"{phase} has the rewards of the originals: ")]
         assert "rewards.name=original" in line and "unlike there, terms are normalised" in line
         assert line in notes and f"# {line}.\n" in written
 
 
-def test_rewards_that_are_chosen_stay_as_they_are_chosen(tmp_path):
+def test_explicit_rewards_override_the_original_ones(tmp_path):
     file = in_file(tmp_path, "student: {rewards: {wm_uncertainty_weight: 0.25}}", "theirs.yaml")
-    chosen = [*start("student"), Setting("rewards", "default", "command line")]
+    chosen = [*required("student"), Setting("rewards", "default", "command line")]
     rewards = load_config(file, chosen, "student").rewards
     assert (rewards.disagreement, rewards.prediction_error, rewards.divergence) == (1.0, 0.25, "potential")
-    # one key of theirs on a command line is no config of theirs
-    word = [*start("student"), Setting("student.rewards.wm_uncertainty_weight", 0.25, "command line")]
+    # one legacy key on the command line does not select the original rewards
+    word = [*required("student"), Setting("student.rewards.wm_uncertainty_weight", 0.25, "command line")]
     assert load_config(None, word, "student").rewards.disagreement == 1.0
 
 
-def test_adapters_go_to_what_learns(tmp_path):
+def test_adapter_settings_go_to_the_network_that_learns(tmp_path):
     file = in_file(tmp_path, "model: {lora: {r: 8, lora_alpha: 32, target_modules: [q_proj]}}\n", "lora.yaml")
-    student = load_config(file, [*start("student"), Setting("policy.name", "native_vla", "here")], "student")
+    student = load_config(file, [*required("student"), Setting("policy.name", "native_vla", "here")], "student")
     assert (student.policy.lora_r, student.policy.lora_alpha, student.policy.lora_targets) == (8, 32, ("q_proj",))
     teacher = load_config(file, [Setting("world_model.trunk", "vla", "here")], "teacher")
     assert (teacher.world_model.lora_r, teacher.world_model.lora_targets) == (8, ("q_proj",))
@@ -305,9 +305,9 @@ training: {batch_size: 4}
 POLICIES = "policy.name=vla or policy.name=native_vla or policy.name=pi0"
 
 
-def test_adapters_of_a_file_that_names_no_network_for_them_are_comments(tmp_path):
+def test_adapter_settings_without_a_network_become_comments(tmp_path):
     file = in_file(tmp_path, ADAPTERS, "rl_config.yaml")
-    written, told = import_config(file, "teacher")
+    written, notes = import_config(file, "teacher")
     ours = in_file(tmp_path, written, "ours.yaml")
     assert load_config(ours).teacher.batch_size == 4
     lines = [
@@ -318,48 +318,48 @@ def test_adapters_of_a_file_that_names_no_network_for_them_are_comments(tmp_path
     ]
     assert written.splitlines()[-3:] == lines
     assert (
-        "model.lora.r (from rl_config.yaml line 3) is now a comment: it would be world_model.lora_r, which " in told[1]
+        "model.lora.r (from rl_config.yaml line 3) is now a comment: it would be world_model.lora_r, which " in notes[1]
     )
     assert f"(line 3: it would be policy.lora_r, which needs {POLICIES})" in import_config(file, "student")[0]
     both = "in teacher it would be world_model.lora_r, which needs world_model.trunk; in student and adversarial it "
     assert f"{both}would be policy.lora_r, which needs {POLICIES})" in import_config(file, "all")[0]
 
 
-def test_adapters_are_written_where_there_is_a_network_for_them(tmp_path):
+def test_adapter_settings_are_imported_if_a_network_uses_them(tmp_path):
     file = in_file(tmp_path, ADAPTERS + "policy: {name: native_vla}\n", "f.yaml")
-    student = load_config(in_file(tmp_path, import_config(file, "student")[0], "ours.yaml"), start("student"))
+    student = load_config(in_file(tmp_path, import_config(file, "student")[0], "ours.yaml"), required("student"))
     assert (student.policy.lora_r, student.policy.lora_alpha, student.policy.lora_targets) == (8, 32, ("q_proj",))
-    # in a chain, in the phases that have it, and a comment for the one that does not
+    # in a chain: a setting of the phases that have the network, a comment for the others
     written, _ = import_config(file, "all")
     chain = in_file(tmp_path, written, "chain.yaml")
-    assert load_config(chain, start("adversarial"), "adversarial").policy.lora_r == 8
+    assert load_config(chain, required("adversarial"), "adversarial").policy.lora_r == 8
     assert load_config(chain, phase="teacher").world_model.lora_r == 0
     assert "#   model.lora.r: 8  (line 3: in teacher it would be world_model.lora_r" in written
 
 
-def test_what_adapters_take_is_nothing_without_a_rank(tmp_path):
+def test_adapter_settings_without_rank_become_comments(tmp_path):
     file = in_file(tmp_path, "model: {lora: {lora_alpha: 32}}\npolicy: {name: pi0, model_path: x}\n", "f.yaml")
     written, _ = import_config(file, "finetune")
     assert "model.lora.lora_alpha: 32  (line 1: it would be policy.lora_alpha, which needs policy.lora_r)" in written
 
 
-def test_the_whole_file_is_imported_with_its_adapters_for_every_phase(tmp_path):
-    file = in_file(tmp_path, WHOLE, "rl_config.yaml")
+def test_complete_file_with_adapters_is_imported_for_every_phase(tmp_path):
+    file = in_file(tmp_path, COMPLETE, "rl_config.yaml")
     for phase in (*CHAIN, "finetune", "all"):
         written, _ = import_config(file, phase)
-        load_config(in_file(tmp_path, written, "ours.yaml"), start(phase), None if phase != "all" else "teacher")
+        load_config(in_file(tmp_path, written, "ours.yaml"), required(phase), None if phase != "all" else "teacher")
         assert all(setting.key in written for setting in read_settings(file) if setting.key.startswith("model."))
 
 
-def test_the_command_line_wins_over_what_a_file_says_for_a_phase(tmp_path):
+def test_command_line_overrides_phase_settings_of_a_file(tmp_path):
     file = in_file(tmp_path, "student: {ppo: {clip_epsilon: 0.3}}\nppo: {clip_ratio: 0.1}\n", "f.yaml")
-    assert load_config(file, start("student"), "student").ppo.clip_ratio == 0.3
+    assert load_config(file, required("student"), "student").ppo.clip_ratio == 0.3
     assert load_config(file).ppo.clip_ratio == 0.1
-    given = [*start("student"), Setting("ppo.clip_ratio", 0.4, "command line")]
+    given = [*required("student"), Setting("ppo.clip_ratio", 0.4, "command line")]
     assert load_config(file, given, "student").ppo.clip_ratio == 0.4
 
 
-def test_two_networks_of_the_same_shape_are_one_setting(tmp_path):
+def test_equal_sizes_of_two_networks_are_one_setting(tmp_path):
     text = (
         '{"policy": {"actor": {"type": "mlp", "network_cfg": {"hidden_sizes": [256]}},\n"critic": {"network_cfg": %s}}}'
     )
@@ -370,7 +370,7 @@ def test_two_networks_of_the_same_shape_are_one_setting(tmp_path):
         load_config(file)
 
 
-# what is given -> how the one line about it begins
+# config -> the beginning of its one-line error
 REFUSED = {
     "trainer: {exp_name: x}": "trainer.exp_name (..): the name of a run is that of its folder: set output",
     "trainer: {use_wandb: true}": "trainer.use_wandb (..): set logging.mode=online or offline, logging.project, ",
@@ -393,7 +393,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_had_is_refused_with_a_sentence(tmp_path, text):
+def test_unsupported_settings_are_refused(tmp_path, text):
     with pytest.raises(ConfigError) as caught:
         load_config(in_file(tmp_path, text, "f.yaml"))
     (line,) = caught.value.problems
@@ -401,7 +401,7 @@ def test_what_cannot_be_had_is_refused_with_a_sentence(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "config file 'FILE' is empty; expected the settings to import"),
         ("- 1\n", "config file 'FILE' line 1: expected keys with values at the top level"),
@@ -411,21 +411,21 @@ def test_what_cannot_be_had_is_refused_with_a_sentence(tmp_path, text):
         ("training: {num_episodes: x}", "training.num_episodes = x (from f.yaml line 1): expected an integer > 0"),
     ],
 )
-def test_what_cannot_be_imported_leaves_nothing(tmp_path, monkeypatch, capsys, text, said):
+def test_failed_import_writes_no_file(tmp_path, monkeypatch, capsys, text, message):
     monkeypatch.chdir(tmp_path)
     file = in_file(tmp_path, text, "f.yaml")
     assert main(["config", "import", str(file), "--output", "ours.yaml"]) == 2
-    assert capsys.readouterr().err.startswith(f"sparring: {said.replace('FILE', str(file))}")
+    assert capsys.readouterr().err.startswith(f"sparring: {message.replace('FILE', str(file))}")
     assert os.listdir(tmp_path) == ["f.yaml"]
 
 
-def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, capsys):
+def test_import_writes_a_file_and_prints_renames(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     in_file(tmp_path, "trainer: {num_envs: 4, exp_name: mine}\n", "f.yaml")
     assert main(["config", "import", "f.yaml", "--output", "ours.yaml"]) == 0
-    told = capsys.readouterr()
-    assert told.out == "ours.yaml\n"
-    assert told.err.splitlines() == [
+    printed = capsys.readouterr()
+    assert printed.out == "ours.yaml\n"
+    assert printed.err.splitlines() == [
         "read as: trainer.num_envs -> rollout.n_envs",
         "trainer.exp_name (from f.yaml line 1) is now a comment: the name of a run is that of its folder: set output",
     ]
@@ -438,7 +438,7 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
         "#   trainer.exp_name: mine  (line 1: the name of a run is that of its folder: set output)",
     ]
     assert main(["config", "import", "f.yaml"]) == 0 and capsys.readouterr().out == text
-    # what is there stays, first of all what was imported
+    # existing files are not overwritten, including the imported one
     for there in ("f.yaml", "ours.yaml"):
         before = (tmp_path / there).read_text()
         assert main(["config", "import", "f.yaml", "--output", there]) == 2
@@ -452,21 +452,21 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
     assert "cannot be written (No such file or directory)" in capsys.readouterr().err
 
 
-def test_the_asynchronous_mode_of_the_document_is_one_of_ours(tmp_path, capsys):
+def test_buffer_type_vla_of_the_documents_sets_async_mode(tmp_path, capsys):
     file = in_file(tmp_path, '{"trainer": {"buffer_type": "vla"}}', "f.json")
     assert main(["config", "finetune", "--config", str(file)]) == 0
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said == "read as: trainer.buffer_type -> buffer.type, trainer.buffer_type=vla -> rollout.mode=async"
-    # what is said of the mode itself wins, there or later
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message == "read as: trainer.buffer_type -> buffer.type, trainer.buffer_type=vla -> rollout.mode=async"
+    # an explicit rollout.mode wins, in the file or later
     both = in_file(tmp_path, '{"rollout": {"mode": "sync"}, "trainer": {"buffer_type": "vla"}}', "both.json")
     assert load_config(both).rollout.mode == "sync"
     assert load_config(file, [Setting("rollout.mode", "sync", "command line")]).rollout.mode == "sync"
-    # our own key is about the buffer alone
+    # buffer.type itself does not change the mode
     for key in ("buffer.type", "buffer_type"):
         assert load_config({key: "vla"}).rollout.mode == "sync"
 
 
-def test_a_run_says_once_what_was_renamed(tmp_path, capsys):
+def test_renames_are_printed_once(tmp_path, capsys):
     file = in_file(tmp_path, "trainer: {num_envs: 4, use_wandb: false}\nstudent: {ppo: {gamma: 0.5}}\n", "f.yaml")
     assert main(["config", "finetune", "--config", str(file), "ppo.gamma=0.9", "--num_episodes", "5"]) == 0
     assert capsys.readouterr().err.splitlines() == [
@@ -476,23 +476,23 @@ def test_a_run_says_once_what_was_renamed(tmp_path, capsys):
     ]
 
 
-def test_the_chain_refuses_another_folder_than_its_own(tmp_path):
+def test_chain_refuses_an_output_folder_of_a_phase(tmp_path):
     given = [Setting("teacher.output_dir", "outputs/mine", "f.yaml", 3)]
     with pytest.raises(UserError, match=r"^teacher.output_dir = outputs/mine \(from f.yaml line 3, for teacher\): "):
         train_all(given, tmp_path)
 
 
-def test_no_key_is_in_two_tables():
+def test_tables_of_legacy_keys_are_disjoint():
     phase_keys = {key for table in PHASE_ALIASES.values() for key in table}
     assert not UNSUPPORTED.keys() & ({*ALIASES, *LISTED} | phase_keys)
-    # what is so anyway has a reason to give for any other value
+    # every fixed value has a reason for refusing other values
     assert all(_why_unsupported(Setting(key, "?", "here")) for key in FIXED_VALUES)
     keys = SCHEMA.keys(SCHEMA.classes())
     assert not [key for key in (*UNSUPPORTED, *LISTED) if key in keys]
     assert all(key in keys for key, _ in LISTED.values())
 
 
-# keys of theirs whose values are numbers in (0, 1), at will
+# legacy keys whose values may be any number in (0, 1)
 SHARES = [
     k for k, ours in ALIASES.items() if ours in ("ppo.clip_ratio", "ppo.gamma", "ppo.policy_lr", "ppo.entropy_coef")
 ]
@@ -503,15 +503,15 @@ SHARES = [
     chosen=st.dictionaries(st.sampled_from(SHARES), st.floats(0.01, 0.99), min_size=1, max_size=3),
     phase=st.sampled_from(sorted(PHASES)),
 )
-def test_any_file_is_imported_as_it_loads_or_refused_as_it_is(tmp_path_factory, chosen, phase):
+def test_import_and_load_agree_on_any_file(tmp_path_factory, chosen, phase):
     folder = tmp_path_factory.mktemp("import")
     file = in_file(folder, to_yaml(chosen), "f.yaml")
     try:
-        theirs = load_config(file, start(phase), phase)
+        theirs = load_config(file, required(phase), phase)
     except ConfigError as error:
         with pytest.raises(ConfigError) as caught:
             import_config(file, phase)
         assert caught.value.problems == error.problems
         return
     ours = in_file(folder, import_config(file, phase)[0], "ours.yaml")
-    assert load_config(ours, start(phase)) == theirs
+    assert load_config(ours, required(phase)) == theirs

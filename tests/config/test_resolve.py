@@ -1,4 +1,4 @@
-"""From a name to the thing, or to a sentence about why not; and classes of one's own in a config."""
+"""Resolving names of classes, or one-line errors; user classes in a config."""
 
 import sys
 
@@ -16,7 +16,7 @@ KNOWN = {"square": "math:sqrt", "log": "math:log"}
 
 
 class GripConfig(Section):
-    """A hand of one's own."""
+    """A user's gripper."""
 
     force: float = Field(2.0, gt=0, description="in newton")
 
@@ -76,12 +76,12 @@ def test_short_names_and_import_paths():
 
     assert resolve("square", KNOWN, "thing") is math.sqrt
     assert resolve("math:log", KNOWN, "thing") is math.log
-    # an import path is taken as it is, known or not
+    # an import path is not looked up among the known names
     assert sentence(resolve, "no.such:Thing", KNOWN, "thing").startswith("thing 'no.such:Thing': no module 'no'")
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("no_such:X", "thing 'no_such:X': no module 'no_such'; is it in this folder or on PYTHONPATH?"),
         ("math.deeper:X", "thing 'math.deeper:X': no module 'math.deeper'; is it in this folder or on PYTHONPATH?"),
@@ -93,17 +93,17 @@ def test_short_names_and_import_paths():
         ("a b:Y", "thing 'a b:Y' is not an import path; expected your.module:Class"),
     ],
 )
-def test_a_bad_import_path(path, said):
-    assert sentence(resolve, path, {}, "thing") == said
+def test_bad_import_path_is_refused(path, message):
+    assert sentence(resolve, path, {}, "thing") == message
 
 
-def test_an_unknown_name():
-    said = "unknown thing 'sqare'; nearest: square; known: square, log, or your.module:Class"
-    assert sentence(resolve, "sqare", KNOWN, "thing") == said
+def test_unknown_name_is_refused():
+    message = "unknown thing 'sqare'; nearest: square; known: square, log, or your.module:Class"
+    assert sentence(resolve, "sqare", KNOWN, "thing") == message
     assert sentence(resolve, "zzz", KNOWN, "thing") == ("unknown thing 'zzz'; known: square, log, or your.module:Class")
 
 
-def test_a_module_that_needs_what_is_not_installed(module):
+def test_module_with_a_missing_dependency_is_refused(module):
     name = module("import not_installed_at_all\n")
     assert sentence(resolve, f"{name}:X", {}, "env") == (
         "env 'their_module:X': no module 'not_installed_at_all'; "
@@ -111,31 +111,31 @@ def test_a_module_that_needs_what_is_not_installed(module):
     )
 
 
-def test_a_module_that_fails_while_it_is_imported(module, tmp_path):
+def test_module_that_fails_on_import_is_refused(module, tmp_path):
     name = module("x = 1\ny = x / 0\n")
     assert sentence(resolve, f"{name}:X", {}, "env") == (
         "env 'their_module:X': importing 'their_module' failed: ZeroDivisionError: division by zero "
         f"({tmp_path / 'their_module.py'} line 2)"
     )
     name = module("def broken(:\n", "their_other_module")
-    said = sentence(resolve, f"{name}:X", {}, "env")
-    assert said.startswith("env 'their_other_module:X': importing 'their_other_module' failed: SyntaxError: invalid")
+    message = sentence(resolve, f"{name}:X", {}, "env")
+    assert message.startswith("env 'their_other_module:X': importing 'their_other_module' failed: SyntaxError: invalid")
 
 
-def test_errors_in_one_line():
+def test_describe_error_gives_one_line():
     try:
         raise KeyError("two\nlines")
     except KeyError as error:
-        told = describe_error(error)
-    assert told.startswith("KeyError: 'two\\nlines' (") and told.partition(" line ")[2].endswith(")")
+        described = describe_error(error)
+    assert described.startswith("KeyError: 'two\\nlines' (") and described.partition(" line ")[2].endswith(")")
 
 
-def test_the_config_of_a_class_is_its_first_annotation():
+def test_config_class_is_the_first_annotation():
     assert config_class(Grip, "policy") is GripConfig
 
 
 @pytest.mark.parametrize(
-    ("cls", "said"),
+    ("cls", "message"),
     [
         (Unannotated, ANNOTATE),
         (NoParameters, ANNOTATE),
@@ -145,16 +145,16 @@ def test_the_config_of_a_class_is_its_first_annotation():
         ),
     ],
 )
-def test_a_class_without_a_config(cls, said):
-    assert sentence(config_class, cls, "policy") == f"policy 'test_resolve:{cls.__name__}': {said}"
-    # and as a mistake of a config
+def test_class_without_a_config_is_refused(cls, message):
+    assert sentence(config_class, cls, "policy") == f"policy 'test_resolve:{cls.__name__}': {message}"
+    # as an error of a config
     words = parse_overrides([f"policy.name=test_resolve:{cls.__name__}"])
     assert f"policy.name = 'test_resolve:{cls.__name__}' (from command line): policy" in sentence(
         load_config, None, words
     )
 
 
-def test_a_config_that_is_no_section():
+def test_config_that_is_no_section_is_refused():
     words = parse_overrides(["policy.name=test_resolve:PlainDict"])
     assert sentence(load_config, None, words) == (
         "policy.name = 'test_resolve:PlainDict' (from command line): policy 'test_resolve:PlainDict': "
@@ -162,30 +162,30 @@ def test_a_config_that_is_no_section():
     )
 
 
-def test_what_is_no_class_is_no_policy():
+def test_function_is_refused_as_policy():
     assert sentence(config_class, print, "policy") == (
         "policy <built-in function print> is not a class; expected your.module:Class"
     )
 
 
-def test_a_class_of_ones_own_brings_its_keys_and_need_not_declare_its_name():
+def test_user_class_adds_its_keys_and_a_name():
     words = ["policy.name=test_resolve:Grip", "policy.force=3"]
     config = load_config(None, parse_overrides(words))
     assert isinstance(config.policy, GripConfig)
     assert (config.policy.name, config.policy.force) == ("test_resolve:Grip", 3.0)
-    assert "  force: 3.0  # in newton" in config.to_yaml() and "policy:  # A hand of one's own." in config.to_yaml()
+    assert "  force: 3.0  # in newton" in config.to_yaml() and "policy:  # A user's gripper." in config.to_yaml()
     with pytest.raises(UserError, match="^policy.force = -1 .from command line.: expected a number > 0$"):
         load_config(None, parse_overrides(["policy.name=test_resolve:Grip", "policy.force=-1"]))
 
 
-def test_a_config_that_declares_its_name_is_left_as_it_is():
+def test_config_class_with_a_name_is_used_unchanged():
     config = load_config({"policy": {"name": "test_resolve:Named"}})
     assert type(config.policy) is NamedConfig and config.policy.name == "test_resolve:Named"
-    # no docstring, no comment
+    # a class without docstring has no comment
     assert "\npolicy:\n" in config.to_yaml()
 
 
-def test_an_algorithm_of_ones_own_has_its_section():
+def test_user_algorithm_has_its_section():
     words = parse_overrides(["algorithm=test_resolve:Grip", "algorithm_config.force=4"])
     config = load_config(None, words)
     assert config.algorithm_section.force == 4.0
@@ -199,7 +199,7 @@ def make_cartpole():
     return gymnasium.make("CartPole-v1")
 
 
-def test_gymnasium_envs_of_ones_own_by_class_function_or_registered_id(module):
+def test_user_gymnasium_envs_by_class_function_or_id(module):
     from sparring.envs.configs import GymConfig
 
     name = module(
@@ -208,8 +208,8 @@ def test_gymnasium_envs_of_ones_own_by_class_function_or_registered_id(module):
     )
     for env in (f"{name}:Mine", "test_resolve:make_cartpole", f"gym:{name}:Mine-v0", "gym:CartPole"):
         assert type(load_config({"env": {"name": env}}).env) is GymConfig, env
-    said = sentence(load_config, {"env": {"name": "gym:no_such_module:Mine-v0"}})
-    assert said == (
+    message = sentence(load_config, {"env": {"name": "gym:no_such_module:Mine-v0"}})
+    assert message == (
         "env.name = 'gym:no_such_module:Mine-v0' (from Python): env 'gym:no_such_module:Mine-v0': "
         "no module 'no_such_module'; is it in this folder or on PYTHONPATH? Otherwise: pip install no-such-module"
     )

@@ -1,4 +1,4 @@
-"""Files, overrides and the tree: what is given arrives, and what is wrong is told, all at once, a line each."""
+"""Files, overrides and sections: given values are set; all errors are reported together, one line each."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from sparring.errors import UserError
 from sparring.phases import CHAIN, PHASES
 from sparring.runs.train_all import _settings_of as settings_of
 
-# nothing that these configs start from is there
+# the runs and datasets that these configs name do not exist
 load_config = partial(schema.load_config, inherit=False)
 CONFIGS = Path(__file__).parents[2] / "configs"
 GYM = {"env": {"name": "gym:CartPole-v1"}}
@@ -33,7 +33,7 @@ def load(*words, file=None):
     return load_config(file, parse_overrides(list(words)))
 
 
-def mistakes(*words, file=None):
+def errors_of(*words, file=None):
     with pytest.raises(ConfigError) as caught:
         load(*words, file=file)
     assert str(caught.value) == "\n".join(caught.value.problems)
@@ -59,7 +59,7 @@ def unreadable(path):
 
 
 @pytest.mark.parametrize("words", [["ppo.clip_ratio=0.1"], ["--ppo.clip_ratio", "0.1"], ["--ppo.clip_ratio=0.1"]])
-def test_the_three_spellings_of_an_override_are_the_same(words):
+def test_three_spellings_of_an_override_are_equivalent(words):
     assert parse_overrides(words) == [Setting("ppo.clip_ratio", 0.1, "command line")]
     assert load(*words).ppo.clip_ratio == 0.1
 
@@ -81,7 +81,7 @@ def test_the_three_spellings_of_an_override_are_the_same(words):
         ("[64, 32]", [64, 32]),
         ("[]", []),
         ("{a: 1}", {"a": 1}),
-        # what YAML 1.1 would turn into a bool, a date, 90 minutes, or an octal number
+        # YAML 1.1 would read these as a bool, a date, 90 minutes and an octal number
         ("yes", "yes"),
         ("2024-01-02", "2024-01-02"),
         ("1:30", "1:30"),
@@ -100,19 +100,19 @@ def test_values_of_overrides(text, value):
         assert got == expected and type(got[0].value) is type(value)
 
 
-def test_a_flag_without_a_value_is_true():
+def test_flag_without_a_value_is_true():
     assert [s.value for s in parse_overrides(["--a", "--b", "c=1", "--d"])] == [True, True, 1, True]
     assert load("--evaluation.baseline").evaluation.baseline is True
 
 
-def test_a_forgotten_value_does_not_count_as_one():
-    assert mistakes("--ppo.ppo_epochs", "--ppo.critic_lr") == [
+def test_missing_value_is_refused():
+    assert errors_of("--ppo.ppo_epochs", "--ppo.critic_lr") == [
         "ppo.ppo_epochs = true (from command line): expected an integer > 0",
         "ppo.critic_lr = true (from command line): expected a number > 0 or null",
     ]
 
 
-def test_words_that_are_no_overrides_are_all_told():
+def test_all_invalid_overrides_are_reported():
     with pytest.raises(UserError) as caught:
         parse_overrides(["foo", "--3x", "1", "=2", "a=[1", "b=1"])
     assert str(caught.value).splitlines() == [
@@ -123,47 +123,47 @@ def test_words_that_are_no_overrides_are_all_told():
     ]
 
 
-def test_a_later_override_wins_over_an_earlier_one_and_over_the_file(tmp_path):
+def test_later_override_wins_over_earlier_ones_and_files(tmp_path):
     file = in_file(tmp_path, "seed: 1\nppo: {gamma: 0.5, gae_lambda: 0.5}\n")
     config = load("seed=2", "seed=3", "ppo.gamma=0.9", file=file)
     assert (config.seed, config.ppo.gamma, config.ppo.gae_lambda) == (3, 0.9, 0.5)
 
 
 def test_two_spellings_of_one_key_must_agree(tmp_path):
-    assert mistakes("task_name=lift_d0", "env.task=stack_d0") == [
+    assert errors_of("task_name=lift_d0", "env.task=stack_d0") == [
         "env.task = stack_d0 (from command line): task_name = lift_d0 is the same key and also given; keep one"
     ]
     assert load("task_name=lift_d0", "env.task=lift_d0").env.task == ("lift_d0",)
-    # what a file says may be changed under any spelling
+    # any spelling overrides a file
     file = in_file(tmp_path, "task_name: lift_d0")
     assert load("env.task=stack_d0", file=file).env.task == ("stack_d0",)
 
 
-def test_a_bare_name_finds_its_unique_place():
+def test_unique_bare_name_is_accepted():
     config = load("--num_episodes", "500", "--clip_ratio", "0.3", "--hidden", "[8]")
     assert (config.training.num_episodes, config.ppo.clip_ratio, config.policy.hidden) == (500, 0.3, (8,))
 
 
 def test_one_camera_needs_no_list():
     assert load("env.cameras=head").env.cameras == TabletopConfig(cameras="head").cameras == ("head",)
-    assert mistakes("env.cameras=side")[0].startswith("env.cameras = side (from command line): expected a list, each")
+    assert errors_of("env.cameras=side")[0].startswith("env.cameras = side (from command line): expected a list, each")
 
 
-def test_an_ambiguous_bare_name_lists_its_places():
-    assert mistakes("name=x") == [
+def test_ambiguous_bare_name_is_refused():
+    assert errors_of("name=x") == [
         "name (from command line): is ambiguous: env.name, policy.name, world_model.name, rewards.name, "
         "logging.name; write one of them",
     ]
 
 
-def test_numbers_with_exponents_are_integers_where_they_are_whole():
+def test_integral_numbers_with_exponents_are_integers():
     assert load("training.total_timesteps=1e6").training.total_timesteps == 1_000_000
-    assert mistakes("training.total_timesteps=1.5") == [
+    assert errors_of("training.total_timesteps=1.5") == [
         "training.total_timesteps = 1.5 (from command line): expected an integer > 0 or null"
     ]
 
 
-def test_text_that_looks_like_a_number_is_text_where_text_is_taken():
+def test_number_is_text_for_a_text_field():
     assert load("output=2024").output == "2024"
     assert load_config({"output": "2024"}).to_yaml().splitlines()[6].startswith("output: '2024'  #")
 
@@ -171,7 +171,7 @@ def test_text_that_looks_like_a_number_is_text_where_text_is_taken():
 # ---- files
 
 
-def test_yaml_and_json_with_comments_say_the_same(tmp_path):
+def test_yaml_and_json_with_comments_load_equally(tmp_path):
     as_yaml = in_file(tmp_path, "ppo:\n  gamma: 0.5\n  policy_lr: 3e-4\ntask_name: reach_d1\n")
     as_json = in_file(
         tmp_path,
@@ -181,7 +181,7 @@ def test_yaml_and_json_with_comments_say_the_same(tmp_path):
     assert load_config(as_yaml) == load_config(as_json)
     assert load_config(as_yaml).env.task == ("reach_d1",)
     assert load_config(as_yaml).ppo.policy_lr == 3e-4
-    # lines survive the removal of comments
+    # line numbers are kept although comments are removed
     assert [(s.key, s.line) for s in read_settings(as_json)] == [
         ("ppo.gamma", 2),
         ("ppo.policy_lr", 3),
@@ -199,12 +199,12 @@ def test_dotted_keys_work_in_files_too(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "ppo:\n", "ppo: {}\nenv:\n"])
-def test_an_empty_file_or_section_asks_for_nothing(tmp_path, text):
+def test_empty_file_or_section_gives_defaults(tmp_path, text):
     assert load_config(in_file(tmp_path, text)) == load_config()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("- 1\n- 2\n", "config file 'FILE' line 1: expected keys with values at the top level, e.g. 'seed: 1'"),
         ("seven\n", "config file 'FILE' line 1: expected keys with values at the top level, e.g. 'seed: 1'"),
@@ -230,16 +230,16 @@ def test_an_empty_file_or_section_asks_for_nothing(tmp_path, text):
         ("a: \x00\n", "config file 'FILE': not valid YAML or JSON (unacceptable character #x0000"),
     ],
 )
-def test_a_file_that_cannot_be_understood(tmp_path, text, said):
-    assert unreadable(in_file(tmp_path, text)).startswith(said)
+def test_invalid_file_is_refused_with_its_line(tmp_path, text, message):
+    assert unreadable(in_file(tmp_path, text)).startswith(message)
 
 
-def test_a_file_of_words_for_the_command_line(tmp_path):
-    said = unreadable(in_file(tmp_path, "seed=1\nthreads=2\n"))
-    assert said.endswith("e.g. 'seed: 1'; overrides like seed=1 belong on the command line")
+def test_file_of_overrides_is_refused(tmp_path):
+    message = unreadable(in_file(tmp_path, "seed=1\nthreads=2\n"))
+    assert message.endswith("e.g. 'seed: 1'; overrides like seed=1 belong on the command line")
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
+def test_unreadable_file_is_refused(tmp_path):
     missing = "config file 'FILE' cannot be read (No such file or directory)"
     assert unreadable(tmp_path / "missing.yaml") == missing
     assert unreadable(tmp_path) == "config file 'FILE' cannot be read (Is a directory)"
@@ -248,22 +248,22 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission(tmp_path):
+def test_file_without_permission_is_refused(tmp_path):
     file = in_file(tmp_path, "seed: 1\n")
     file.chmod(0)
     assert unreadable(file) == "config file 'FILE' cannot be read (Permission denied)"
 
 
-# ---- mistakes
+# ---- errors
 
 
-def test_all_mistakes_at_once_each_with_its_key_its_origin_and_what_is_accepted(tmp_path):
+def test_all_errors_are_reported_with_key_origin_and_expectation(tmp_path):
     file = in_file(
         tmp_path,
         "seed: -1\nppo:\n  clip_ration: 0.1\n  gamma: fast\n  lr_schedule: square\nrolout:\n  n_envs: 2\n"
         "policy:\n  hidden: [64, 0]\nbuffer: 3\nenv:\n  image_size:\n    width: 2\n",
     )
-    assert mistakes("evaluation.baseline=maybe", "--batch_size", "0", file=file) == [
+    assert errors_of("evaluation.baseline=maybe", "--batch_size", "0", file=file) == [
         "ppo.clip_ration (from run.yaml line 3): unknown key; nearest: ppo.clip_ratio (a number > 0 and < 1)",
         "rolout.n_envs (from run.yaml line 7): unknown key; nearest: rollout.n_envs (an integer > 0)",
         "buffer (from run.yaml line 10): is a section, not a value; its keys are buffer.type, buffer.size, "
@@ -279,16 +279,16 @@ def test_all_mistakes_at_once_each_with_its_key_its_origin_and_what_is_accepted(
     ]
 
 
-def test_a_key_given_twice_in_a_file_is_a_mistake_even_under_another_spelling(tmp_path):
+def test_key_given_twice_in_a_file_is_refused(tmp_path):
     file = in_file(tmp_path, "seed: 1\nppo:\n  gamma: 0.9\n  gamma: 0.8\nrollout: {n_envs: 2}\nnum_envs: 3\n")
-    assert mistakes(file=file) == [
+    assert errors_of(file=file) == [
         "ppo.gamma = 0.8 (from run.yaml line 4): is also given in line 3; keep one",
         "rollout.n_envs = 3 (from run.yaml line 6, given as num_envs): is also given in line 5; keep one",
     ]
 
 
-# the words given -> how the one line starts; (..) is where it came from
-MISTAKES = {
+# overrides -> the beginning of the one-line error; (..) is the origin
+ERRORS = {
     "zzz=1": "zzz (..): unknown key; valid here: phase, algorithm, seed, ",
     "ppo.zzz=1": "ppo.zzz (..): unknown key; valid here: ppo.mini_batch_size, ppo.micro_batch_size, ",
     "ppo.lr=3": "ppo.lr (..): unknown key; nearest: ppo.policy_lr (a number > 0)",
@@ -343,56 +343,56 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_each_kind_of_mistake(words):
-    (line,) = mistakes(*words.split())
-    assert line.startswith(MISTAKES[words].replace("(..)", "(from command line)"))
+@pytest.mark.parametrize("words", ERRORS)
+def test_each_kind_of_error(words):
+    (line,) = errors_of(*words.split())
+    assert line.startswith(ERRORS[words].replace("(..)", "(from command line)"))
 
 
-def test_where_the_class_of_a_section_is_unknown_its_keys_are_not_judged():
-    assert mistakes("env.name=tabletap", "env.kwargs.gravity=1", "ppo.gamma=2") == [
+def test_keys_of_a_section_of_unknown_class_are_not_checked():
+    assert errors_of("env.name=tabletap", "env.kwargs.gravity=1", "ppo.gamma=2") == [
         "env.name = tabletap (from command line): unknown env 'tabletap'; nearest: tabletop; "
         "known: tabletop, gym:ID, or your.module:Class",
         "ppo.gamma = 2 (from command line): expected a number >= 0 and <= 1",
     ]
 
 
-def test_without_gymnasium_no_id_of_its_is_known(monkeypatch):
+def test_without_gymnasium_no_id_is_suggested(monkeypatch):
     monkeypatch.setattr("sparring.config.schema.find_spec", lambda name: None)
-    (line,) = mistakes("env.name=CartPole-v1")
+    (line,) = errors_of("env.name=CartPole-v1")
     assert "unknown env 'CartPole-v1'; known: tabletop, gym:ID, or your.module:Class" in line
 
 
 @pytest.mark.parametrize("phase", ["finetune", "imitate"])
-def test_a_phase_that_starts_from_no_teacher_refuses_one(phase):
+def test_phase_without_teacher_refuses_the_key(phase):
     with pytest.raises(ConfigError, match=f"^{phase}.teacher .*: unknown key; "):
         schema.load_config(None, parse_overrides([f"{phase}.teacher=outputs/teacher_rl"]), phase)
 
 
-def test_the_name_decides_which_keys_a_section_has():
+def test_name_of_a_section_selects_its_keys():
     assert load("env.name=gym:CartPole-v1", "env.vectorize=process").env.vectorize == "process"
-    assert mistakes("env.vectorize=process")[0].startswith("env.vectorize (from command line): unknown key; ")
-    assert mistakes("env.name=gym:CartPole-v1", "task_name=reach_d0") == [
+    assert errors_of("env.vectorize=process")[0].startswith("env.vectorize (from command line): unknown key; ")
+    assert errors_of("env.name=gym:CartPole-v1", "task_name=reach_d0") == [
         "task_name (from command line): unknown key; as env.task it is a key of env.name=tabletop"
     ]
 
 
-def test_a_key_of_another_kind_is_told_which_kind_has_it():
-    (line,) = mistakes("policy.consistency=1")
+def test_error_of_a_key_names_the_classes_that_have_it():
+    (line,) = errors_of("policy.consistency=1")
     assert line == "policy.consistency (from command line): unknown key; it is a key of policy.name=flow"
-    (line,) = mistakes("policy.name=flow", "policy.init_std=0.1")
+    (line,) = errors_of("policy.name=flow", "policy.init_std=0.1")
     assert line == "policy.init_std (from command line): unknown key; it is a key of policy.name=actor_critic"
-    (line,) = mistakes("env.kwargs.gravity=1")
+    (line,) = errors_of("env.kwargs.gravity=1")
     assert line == "env.kwargs.gravity (from command line): unknown key; it is a key of env.name=gym:<id>"
-    (line,) = mistakes("policy.method=fpo")
+    (line,) = errors_of("policy.method=fpo")
     kinds = [f"policy.name={name}" for name in ("flow", "vla", "native_vla", "pi0")]
     many = f"unknown key; it is a key of {' and '.join(kinds)}; add policy.name=flow, or another of them"
     assert line == f"policy.method (from command line): {many}"
-    # one that none has is a slip of the pen
-    assert mistakes("policy.metod=flow_sde")[0].startswith("policy.metod (from command line): unknown key; nearest: ")
+    # a key of no policy is a typing error
+    assert errors_of("policy.metod=flow_sde")[0].startswith("policy.metod (from command line): unknown key; nearest: ")
 
 
-def test_keys_below_a_dict_go_into_it_and_later_ones_win():
+def test_keys_below_a_dict_are_merged():
     def kwargs(*words):
         return load("env.name=gym:CartPole-v1", *words).env.kwargs
 
@@ -403,7 +403,7 @@ def test_keys_below_a_dict_go_into_it_and_later_ones_win():
     assert kwargs("env.kwargs=5", "env.kwargs.a=1") == {"a": 1}
 
 
-def test_python_values_are_not_changed_by_loading():
+def test_loading_does_not_change_python_values():
     source = {"env": {"name": "gym:CartPole-v1", "kwargs": {}}}
     load_config(source, parse_overrides(["env.kwargs.a=1"]))
     assert source == {"env": {"name": "gym:CartPole-v1", "kwargs": {}}}
@@ -412,7 +412,7 @@ def test_python_values_are_not_changed_by_loading():
         load_config({"ppo": {"gamma": 7}})
 
 
-# ---- the documents this system comes from
+# ---- the formats of earlier documents
 
 DOCUMENTED = {
     "task_name=reach_d1": ("env.task", ["reach_d1"]),
@@ -432,12 +432,12 @@ DOCUMENTED = {
 
 
 @pytest.mark.parametrize("word", DOCUMENTED)
-def test_the_spellings_of_the_documents(word):
+def test_documented_spellings_are_accepted(word):
     key, value = DOCUMENTED[word]
     assert flatten(load(word).dump())[key] == value
 
 
-def test_the_json_of_the_documents(tmp_path):
+def test_documented_json_is_accepted(tmp_path):
     text = """{
       "trainer": {
         "buffer_size": 2048,
@@ -455,13 +455,13 @@ def test_the_json_of_the_documents(tmp_path):
     assert (ppo.policy_lr, ppo.gamma, ppo.ppo_epochs, ppo.mini_batch_size) == (3e-4, 0.99, 10, 64)
 
 
-def test_every_alias_leads_to_a_key():
+def test_every_alias_names_a_key():
     keys = SCHEMA.keys(SCHEMA.classes()) | SCHEMA.keys(SCHEMA.classes([Setting("policy.name", "vla", "test")]))
-    # one that ends with a dot is how keys begin
+    # an alias that ends with a dot is a prefix of keys
     beginnings = {f"{key}." for key in (*keys, *SCHEMA.classes())}
-    # one that begins with a phase is for that phase alone
-    alone = {f"{phase}.{key}" for phase in CHAIN for key in keys}
-    assert {alias: key for alias, key in ALIASES.items() if key not in {*keys, *beginnings, *alone}} == {}
+    # an alias that begins with a phase is for that phase only
+    phase_keys = {f"{phase}.{key}" for phase in CHAIN for key in keys}
+    assert {alias: key for alias, key in ALIASES.items() if key not in {*keys, *beginnings, *phase_keys}} == {}
     assert all(alias.endswith(".") == key.endswith(".") for alias, key in ALIASES.items())
     assert [alias for alias in ALIASES if alias in keys] == []
 
@@ -480,40 +480,40 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("word", UNREAD)
-def test_settings_of_an_algorithm_that_is_not_in_use_are_refused(word):
-    (line,) = mistakes(*GRPO, word)
+def test_settings_of_an_unused_algorithm_are_refused(word):
+    (line,) = errors_of(*GRPO, word)
     assert line.startswith(UNREAD[word].replace("..", "from command line"))
 
 
-def test_so_are_those_of_grpo_with_ppo_and_of_both_with_ones_own():
-    assert mistakes("grpo.clip_high=0.3", "grpo.epochs=2", "grpo.target_kl=0.1") == [
+def test_settings_of_grpo_with_ppo_and_of_both_with_user_algorithms_are_refused():
+    assert errors_of("grpo.clip_high=0.3", "grpo.epochs=2", "grpo.target_kl=0.1") == [
         "grpo.target_kl = 0.1 (from command line): is not used by algorithm=ppo; set ppo.target_kl",
         "grpo.clip_high = 0.3 (from command line): is not used by algorithm=ppo; remove it, or set algorithm=grpo",
         "grpo.epochs = 2 (from command line): is not used by algorithm=ppo; set ppo.ppo_epochs",
     ]
     own = "algorithm=sparring.algorithms.grpo:GRPO"
-    assert mistakes(own, "ppo.gamma=0.5", "grpo.policy_lr=0.5") == [
+    assert errors_of(own, "ppo.gamma=0.5", "grpo.policy_lr=0.5") == [
         f"ppo.gamma = 0.5 (from command line): is not used by {own}; remove it, or set algorithm=ppo",
         f"grpo.policy_lr = 0.5 (from command line): is not used by {own}; set algorithm_config.policy_lr",
     ]
 
 
-def test_short_words_are_about_the_algorithm_in_use():
+def test_short_keys_belong_to_the_algorithm_in_use():
     words = ["learning_rate=1e-5", "batch_size=7", "n_epochs=3", "algorithm.cfg.target_kl=0.2"]
     grpo = load(*GRPO, *words).grpo
     assert (grpo.policy_lr, grpo.mini_batch_size, grpo.epochs, grpo.target_kl) == (1e-5, 7, 3, 0.2)
     ppo = load(*words).ppo
     assert (ppo.policy_lr, ppo.mini_batch_size, ppo.ppo_epochs, ppo.target_kl) == (1e-5, 7, 3, 0.2)
-    # where there is no RL, whatever the algorithm
+    # in a phase without RL, for any algorithm
     given = parse_overrides(["algorithm=grpo", "batch_size=7", "imitate.demos=x"])
     assert load_config(None, given, "imitate").imitate.batch_size == 7
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("words", [[], GRPO, ["algorithm=sparring.algorithms.ppo:PPO"]], ids=["ppo", "grpo", "own"])
-def test_a_saved_config_has_the_settings_of_all_algorithms_and_loads_back(tmp_path, phase, words):
+def test_saved_config_with_all_algorithms_loads_back(tmp_path, phase, words):
     if (phase, words) == ("teacher", GRPO):
-        words = words[:0]  # no policy learns there, and nobody plays in groups
+        words = words[:0]  # the teacher trains no policy
     starts = ["imitate.demos=x", "student.teacher=x", "adversarial.teacher=x"]
     config = load_config(None, parse_overrides([*words, *starts]), phase)
     assert load_config(in_file(tmp_path, config.to_yaml())) == config
@@ -523,16 +523,16 @@ def test_a_saved_config_has_the_settings_of_all_algorithms_and_loads_back(tmp_pa
 
 
 @pytest.mark.parametrize("source", [None, GYM], ids=["tabletop", "gym"])
-def test_every_key_is_printed_with_its_meaning_and_loads_back(tmp_path, source):
+def test_every_key_is_printed_with_its_description_and_loads_back(tmp_path, source):
     config = load_config(source)
     text = config.to_yaml()
     for key, info in SCHEMA.keys({name: type(value) for name, value in config if isinstance(value, Section)}).items():
         assert info.description and "\n" not in info.description, f"{key} has no one-line description"
         lines = [line.strip() for line in text.splitlines() if line.endswith(f"  # {info.description}")]
-        # sections may share fields, but no two fields share a meaning
+        # sections may share fields, but no two fields share a description
         assert {line.partition(":")[0] for line in lines} == {key.rpartition(".")[2]}
     assert load_config(in_file(tmp_path, text)) == config
-    # any other YAML reader understands it as well
+    # other YAML readers read the same keys
     assert flatten(yaml.safe_load(text)).keys() == flatten(config.dump()).keys()
 
 
@@ -542,7 +542,7 @@ def test_all_files_in_configs_load():
     for file in files:
         settings = read_settings(file)
         phase = {setting.key: setting.value for setting in settings}.get("phase")
-        # without one it may be for the whole chain, in which a phase may have its own
+        # without a phase the file may be for the chain, with settings of single phases
         for each in [phase] if phase else CHAIN if file.stem == "quickstart" else [None]:
             load_config(None, settings_of(each, settings, Path("out")) if each in CHAIN else settings, each)
 
@@ -575,10 +575,10 @@ NUMBERS = list(_numbers())
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_number_within_its_bounds_survives_override_printing_and_loading(tmp_path_factory, data):
+def test_numbers_within_bounds_survive_override_printing_and_loading(tmp_path_factory, data):
     source, key, values = data.draw(st.sampled_from(NUMBERS))
     value = data.draw(values)
-    # what some of them cannot do without
+    # settings that some keys require
     needs = {
         "buffer.size": ["rollout.n_envs=1"],
         "rollout.n_episodes_per_batch": ["rollout.n_envs=1"],
@@ -609,7 +609,7 @@ def test_numeric_fields_were_found():
 @example("null")
 @example("a: b # c")
 @given(st.text(max_size=20).filter(lambda text: text != "list"))  # the other key
-def test_any_text_survives_printing_and_loading_on_one_line(text):
+def test_any_text_is_printed_on_one_line_and_loads_back(text):
     printed = to_yaml({"a": {text or "x": text, "list": [text, 1, None]}}, {"a": "meaning"})
     assert len(printed.splitlines()) == 3
     assert read(printed) == [
@@ -627,14 +627,14 @@ def read(text):
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=string.printable, max_size=60))
-def test_no_file_makes_the_reader_fail_without_a_sentence(text):
+def test_reader_raises_user_errors_only(text):
     try:
         SCHEMA.build(read(text))
     except (ConfigError, UserError) as error:
         assert all(line.strip() for line in str(error).splitlines())
 
 
-# ---- the tree itself, without sparring's own sections
+# ---- schemas without sparring's own sections
 
 
 class Inner(Section):
@@ -653,12 +653,12 @@ class Root(Section):
     other: Undocumented
 
 
-def test_what_is_saved_explains_each_section_and_key():
+def test_saved_config_explains_each_section_and_key():
     lines = load_config().to_yaml().splitlines()
     assert "ppo:  # Clipped PPO." in lines and "  gamma: 0.97  # discount per env step" in lines
 
 
-def test_a_schema_of_ones_own():
+def test_schema_of_other_sections():
     own = Schema(Root)
 
     def build(*settings):
@@ -672,7 +672,7 @@ def test_a_schema_of_ones_own():
         build(Setting("size", 6, "there", 2))
 
 
-def test_a_section_made_in_python_says_what_is_wrong_with_it():
+def test_section_created_in_python_reports_all_errors():
     with pytest.raises(ConfigError) as caught:
         TabletopConfig(image_size=3, cameras=("side", "back"), action_scal=2)
     assert caught.value.problems == [
@@ -689,7 +689,7 @@ def test_sections_are_frozen():
         load_config().ppo.gamma = 0.5
 
 
-def test_a_memory_is_for_policies_that_have_one():
+def test_memory_size_is_a_key_of_policies_with_a_memory():
     assert load_config({"policy": {"name": "native_vla", "memory_size": 3}}).policy.memory_size == 3
-    (line,) = mistakes("policy.name=flow", "policy.memory_size=3")
+    (line,) = errors_of("policy.name=flow", "policy.memory_size=3")
     assert "policy.memory_size" in line and "unknown key; it is a key of policy.name=native_vla" in line

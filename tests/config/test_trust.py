@@ -1,4 +1,4 @@
-"""What somebody else's run, checkpoint or dataset names is not imported; one's own is, without asking."""
+"""Code named by somebody else's run, checkpoint or dataset is not imported without --trust; one's own is."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from sparring.report.run_folder import RunFolder
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
-# dotted key -> value; {m} is a module that leaves a mark when it is imported, {mark} the mark
+# dotted key -> value; {m} is a module that creates the file {mark} when it is imported
 CODE = {
     "env": {"env.name": "{m}:Thing"},
     "env in a package": {"env.name": "{m}.inner:Thing"},
@@ -38,10 +38,10 @@ CODE = {
     "world model": {"world_model": {"name": "{m}:Thing"}},
     "algorithm": {"algorithm": "{m}:Thing"},
 }
-# what eval does not get to, or the second line of defence refuses
-OURS = {"env.name": "sparring.processes.files:write_whole", "env.kwargs": {"path": "{mark}", "text": "x"}}
+# names that eval does not import, or that a second check refuses
+OWN_FUNCTION = {"env.name": "sparring.processes.files:write_whole", "env.kwargs": {"path": "{mark}", "text": "x"}}
 REFUSED = {
-    "a function of ours": OURS,
+    "a function of ours": OWN_FUNCTION,
     "gymnasium id by our own package": {"env.name": "gym:sparring:{m}:Thing-v0"},
     "env as the originals call it": {"env": {}, "env_name": "{m}:Thing"},
     "os.system": {"env.name": "os:system", "env.kwargs": {"command": "touch {mark}"}},
@@ -68,7 +68,7 @@ REFUSED = {
     "a letter that \\w is not": {"env.name": "℘:Thing"},
     "a letter within that \\w is not": {"policy": {"name": "l·l:Thing"}},
 }
-# functions that are called with what the config says
+# functions that the config would call with its arguments
 CALLED = {
     "subprocess.call": {"env.name": "subprocess:call", "env.kwargs": {"args": ["touch", "{mark}"]}},
     "runpy": {"env.name": "runpy:run_path", "env.kwargs": {"path_name": "{source}"}},
@@ -78,7 +78,7 @@ CALLED = {
 
 @pytest.fixture(scope="module")
 def own_run(tmp_path_factory):
-    """A run of a moment; its settings name no code."""
+    """A short run; its settings name no code."""
     folder = tmp_path_factory.mktemp("own") / "run"
     run = Run(load_config(SMALL | {"env": {}, "output": str(folder)}), quiet=True)
     assert run.run()
@@ -87,7 +87,7 @@ def own_run(tmp_path_factory):
 
 @pytest.fixture
 def hostile(own_run, tmp_path, monkeypatch):
-    """Writes a run as if downloaded, whose config says such settings; returns it and the mark of what it ran."""
+    """Writes a run as if downloaded, with the given settings; returns it and the file that its code would create."""
     name, mark = f"hostile_{abs(hash(str(tmp_path)))}", tmp_path / "mark"
     package = tmp_path / "elsewhere" / name
     package.mkdir(parents=True)
@@ -136,18 +136,18 @@ def hostile(own_run, tmp_path, monkeypatch):
 
 def refused(capsys, *words, of=("names code to import", "--trust")):
     assert main(list(map(str, words))) == 2
-    said = capsys.readouterr().err
-    assert all(each in said for each in of), said
-    return said
+    printed = capsys.readouterr().err
+    assert all(each in printed for each in of), printed
+    return printed
 
 
 @pytest.mark.parametrize("signed", ["no", "by another", "before it was changed"])
 @pytest.mark.parametrize("what", [*CODE, *REFUSED, *CALLED])
-def test_nothing_that_is_named_runs(hostile, capsys, what, signed):
+def test_named_code_is_not_imported(hostile, capsys, what, signed):
     folder, mark = hostile((CODE | REFUSED | CALLED)[what], signed=signed)
     before = set(sys.modules)
     if signed != "by another":
-        # not as it was written, whoever wrote it
+        # it does not match its manifest, so --trust is not enough
         why = "it has no manifest.json; --trust" if signed == "no" else "config.yaml has "
         refused(capsys, "eval", folder, of=["are damaged", why])
         assert not mark.exists()
@@ -170,43 +170,43 @@ def test_nothing_that_is_named_runs(hostile, capsys, what, signed):
 
 @pytest.mark.parametrize("signed", ["no", "by another"])
 @pytest.mark.parametrize("what", [*CODE, *CALLED])
-def test_with_trust_it_does_and_is_not_asked_for_again(hostile, capsys, what, signed):
+def test_trust_imports_named_code_and_is_remembered(hostile, capsys, what, signed):
     folder, mark = hostile((CODE | CALLED)[what], signed=signed)
-    with suppress(TypeError):  # what came back is no env
+    with suppress(TypeError):  # the named object is no env
         main(["eval", str(folder), "--trust"])
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     checkpoint = checkpoints(folder)[-1]
-    assert f"trusted {checkpoint / 'config.yaml'}, which imports" in said and f"signed '{checkpoint}'" in said
+    assert f"trusted {checkpoint / 'config.yaml'}, which imports" in printed and f"signed '{checkpoint}'" in printed
     assert mark.exists()
     if what in CALLED:
         return
     main(["eval", str(folder)])
     assert "names code" not in capsys.readouterr().err
-    # a folder that was moved
+    # after moving the folder
     folder.rename(folder.with_name("elsewhere_now"))
     main(["eval", str(folder.with_name("elsewhere_now"))])
     assert "names code" not in capsys.readouterr().err
-    # what it named when it was trusted, not what it names later
+    # trust covers the config as it was, not later changes
     file = folder.with_name("elsewhere_now") / checkpoint.name / "config.yaml"
     file.write_text(file.read_text() + "# more\n")
     refused(capsys, "eval", file.parent, of=["is damaged: config.yaml has "])
 
 
-def test_without_a_key_trust_is_reported_once(hostile, capsys, monkeypatch):
+def test_trust_without_a_key_is_reported_once(hostile, capsys, monkeypatch):
     folder, mark = hostile(CODE["policy"])
     monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null/none")
     main(["eval", str(folder), "--trust"])
-    said = capsys.readouterr().err
-    assert mark.exists() and said.count("trusted ") == said.count("for this command only") == 1
+    printed = capsys.readouterr().err
+    assert mark.exists() and printed.count("trusted ") == printed.count("for this command only") == 1
 
 
-def test_a_config_file_in_somebody_elses_run_is_trusted_with_a_warning(hostile, capsys):
+def test_config_file_of_a_foreign_run_is_trusted_with_a_warning(hostile, capsys):
     folder, _ = hostile({"env.name": "{m}:Thing"})
     words = ["config", "finetune", "--config", str(folder / "config.yaml")]
     main(words)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--config ")]
     assert f"is in '{folder}', which you did not sign: it is trusted like a Makefile, and imports env.name=" in line
-    # one's own, and one that lies in no run
+    # one's own run, and a file outside runs
     manifest.sign(folder, "config.yaml")
     main(words)
     shutil.copy(folder / "config.yaml", folder.parent / "mine.yaml")
@@ -215,14 +215,14 @@ def test_a_config_file_in_somebody_elses_run_is_trusted_with_a_warning(hostile, 
 
 
 @pytest.mark.parametrize("what", [name for name in REFUSED if name.startswith(("os", "posix", "exec", "a b", "Popen"))])
-def test_trusted_builtins_and_other_kinds_are_not_called(hostile, capsys, what):
+def test_trust_does_not_call_builtins(hostile, capsys, what):
     folder, mark = hostile(REFUSED[what])
     assert main(["eval", str(folder), "--trust"]) == 2
     assert re.search("expected a class, or a function written in Python|first parameter must", capsys.readouterr().err)
     assert not mark.exists()
 
 
-def test_own_words_are_trusted(hostile, tmp_path):
+def test_given_settings_are_trusted(hostile, tmp_path):
     """The command line, Python, the file of --config."""
     folder, mark = hostile(CODE["env"])
     with pytest.raises(UserError, match="first parameter must be annotated"):
@@ -231,7 +231,7 @@ def test_own_words_are_trusted(hostile, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["policy", "VLA by a dotted class"])
-def test_python_asks_for_trust_in_its_own_words(hostile, what):
+def test_python_api_names_its_trust_argument(hostile, what):
     folder, mark = hostile((CODE | REFUSED)[what])
     with pytest.raises(TrustError, match=r"trust=True"):
         load_policy(folder)
@@ -243,31 +243,31 @@ def test_python_asks_for_trust_in_its_own_words(hostile, what):
         load_world_model(folder)
 
 
-def test_only_what_would_be_imported_asks(hostile):
-    """A policy needs no env."""
+def test_only_code_that_would_be_imported_needs_trust(hostile):
+    """Loading a policy imports no env."""
     folder, mark = hostile({"env.name": "{m}:Thing", "rewards.{m}:term": 1.0})
     assert load_policy(folder).chunk == 1
     assert not mark.exists()
 
 
-def test_what_is_signed_is_told_in_full(hostile, capsys):
-    """A later command uses more of the file."""
+def test_trust_reports_all_named_code(hostile, capsys):
+    """A later command may use more settings of the file."""
     folder, _ = hostile({"env.name": "{m}:Thing", "policy": {"name": "{m}:Thing"}})
     with suppress(UserError, TypeError):
         load_policy(folder, trust=True)
-    said = capsys.readouterr().err
-    assert "imports env.name=" in said and "policy.name=" in said
+    printed = capsys.readouterr().err
+    assert "imports env.name=" in printed and "policy.name=" in printed
 
 
-def test_one_of_two_configs_is_enough(hostile, capsys):
-    """A run goes on by the config of its checkpoint, where what it started from is gone."""
+def test_config_of_the_checkpoint_is_checked_too(hostile, capsys):
+    """A run resumes with the config of its checkpoint if `pretrained` no longer exists."""
     folder, mark = hostile({"env.name": "{m}:Thing", "pretrained": "gone"}, of="checkpoint")
     refused(capsys, "config", "finetune", "pretrained=gone", f"output={folder}")
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("key", ["student.teacher", "rollout.imagined", "adversarial.student"])
-def test_runs_that_others_start_from(hostile, capsys, key):
+def test_runs_named_by_settings_are_checked(hostile, capsys, key):
     settings = {"phase": "adversarial", "env.name": "{m}:Thing", "policy": {"name": "{m}:Thing"}}
     folder, mark = hostile(settings)
     phase = {"student.teacher": "student", "rollout.imagined": "finetune"}.get(key, "adversarial")
@@ -284,7 +284,7 @@ def test_runs_that_others_start_from(hostile, capsys, key):
         {"name": "gym:CartPole-v1", "task": ["a"], "kwargs": {"inner": ["{m}:Thing"]}},
     ],
 )
-def test_datasets(hostile, capsys, tmp_path, env):
+def test_datasets_are_checked(hostile, capsys, tmp_path, env):
     _, mark = hostile({})
     (module,) = os.listdir(tmp_path / "elsewhere")
     text = json.dumps({"env": env}).replace("{m}", module).replace("{mark}", str(mark))
@@ -301,7 +301,7 @@ def test_datasets(hostile, capsys, tmp_path, env):
         assert mark.exists()
 
 
-def test_a_config_of_the_originals_is_only_converted(hostile, capsys, tmp_path):
+def test_config_import_is_checked(hostile, capsys, tmp_path):
     _, mark = hostile({})
     (module,) = os.listdir(tmp_path / "elsewhere")
     (tmp_path / "theirs.yaml").write_text(f"env: {{name: '{module}:Thing'}}\n")
@@ -318,7 +318,7 @@ def test_trust_does_not_hide_damage(hostile, capsys):
     assert "are damaged:\n  checkpoint-2: spec.json has" in capsys.readouterr().err
 
 
-def test_a_manifest_names_files_of_its_folder(hostile, capsys):
+def test_manifest_with_files_outside_its_folder_is_refused(hostile, capsys):
     folder, mark = hostile(CODE["env"], signed="by another")
     file = checkpoints(folder)[-1] / "manifest.json"
     content = json.loads(file.read_text())
@@ -339,14 +339,14 @@ def one(td):
 
 
 @pytest.mark.parametrize("what", ["env", "reward"])
-def test_one_s_own_runs_never_ask(tmp_path, capsys, what):
+def test_own_runs_need_no_trust(tmp_path, capsys, what):
     folder = tmp_path / "run"
     config = SMALL | OWN[what] | {"output": str(folder)}
     run = Run(load_config(config), quiet=True)
     assert run.run()
     run.extend(load_config(config | {"training": {"iterations": 3}}))
     assert run.run()
-    # going on in a new process, and from its weights
+    # resume, evaluation and fine-tuning
     words = ["train", "finetune", "--config", str(folder / "config.yaml"), "training.iterations=4"]
     assert main(words) == 0
     assert main(["eval", str(folder), "--episodes", "2"]) == 0
@@ -355,7 +355,7 @@ def test_one_s_own_runs_never_ask(tmp_path, capsys, what):
     moved = folder.rename(tmp_path / "moved")
     assert main(["eval", str(moved), "--episodes", "2"]) == 0
     assert load_policy(moved)
-    # a part of it, sent to another machine of the same user
+    # a checkpoint copied to another machine of the same user
     shutil.copytree(moved / "checkpoint-4", tmp_path / "sent")
     assert main(["eval", str(tmp_path / "sent"), "--episodes", "2"]) == 0
     for place in (moved, moved / "checkpoint-4"):
@@ -364,7 +364,7 @@ def test_one_s_own_runs_never_ask(tmp_path, capsys, what):
     assert not re.search("trust", capsys.readouterr().err)
 
 
-def test_the_config_that_was_signed_is_the_one_that_is_trusted(tmp_path, capsys):
+def test_changed_config_of_an_own_run_is_refused(tmp_path, capsys):
     folder = tmp_path / "run"
     assert Run(load_config(SMALL | OWN["env"] | {"output": str(folder)}), quiet=True).run()
     file = checkpoints(folder)[-1] / "config.yaml"
@@ -373,8 +373,8 @@ def test_the_config_that_was_signed_is_the_one_that_is_trusted(tmp_path, capsys)
         refused(capsys, "eval", folder, *trust, of=["config.yaml has "])
 
 
-def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, capsys):
-    """Of an earlier version; no code is named."""
+def test_run_without_manifests_is_signed_with_trust(own_run, tmp_path, capsys):
+    """A run of an earlier version that names no code."""
     folder = tmp_path / "run"
     shutil.copytree(own_run, folder)
     for file in [folder / "manifest.json", *folder.glob("*/manifest.json")]:
@@ -387,21 +387,21 @@ def test_a_run_without_manifests_is_used_as_it_is_with_trust(own_run, tmp_path, 
     assert f"trusted {checkpoint}, which had no manifest.json: signed" in capsys.readouterr().err
     assert main(["eval", str(folder)]) == 0 and load_policy(folder).chunk == 1
     assert "trust" not in capsys.readouterr().err
-    # damage is found from now on
+    # from now on damage is detected
     (checkpoint / "model.safetensors").write_bytes(b"torn")
     refused(capsys, "eval", checkpoint, "--trust", of=["model.safetensors has 4 bytes"])
 
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("file", ["config.yaml", "meta/sparring.json"])
-def test_what_is_trusted_is_what_was_read(tmp_path, monkeypatch, file, trust):
-    """A file may be replaced by the one that was signed between being read and being verified."""
+def test_config_replaced_during_reading_is_refused(tmp_path, monkeypatch, file, trust):
+    """An attacker may replace a file between reading and verification by the one that was signed."""
     path, words = tmp_path / file, {"env": {"name": "gym_doubles:Succeeds", "task": ["a"]}}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(words))
     assert manifest.sign(tmp_path, file)
     signed, hostile = path.read_bytes(), json.dumps(words).replace("Succeeds", "Counter").encode()
-    # read by the config
+    # the function with which the config reads the file
     target = "sparring.config.text.read_small" if file == "config.yaml" else "sparring.config.inherit.read_small"
     monkeypatch.setattr(target, lambda *_: path.write_bytes(signed) and hostile)
     expected = (manifest.ManifestError, "changed after it was read") if trust else (TrustError, "gym_doubles:Counter")
@@ -414,7 +414,7 @@ def test_what_is_trusted_is_what_was_read(tmp_path, monkeypatch, file, trust):
     assert manifest.damage(tmp_path, manifest.read_manifest(tmp_path)) == []
 
 
-def test_of_several_processes_one_signs(own_run, tmp_path, monkeypatch):
+def test_only_rank_0_signs(own_run, tmp_path, monkeypatch):
     folder = shutil.copytree(checkpoints(own_run)[-1], tmp_path / "copied")
     (folder / "manifest.json").unlink()
     for rank, signs in {"1": False, "0": True}.items():
@@ -423,7 +423,7 @@ def test_of_several_processes_one_signs(own_run, tmp_path, monkeypatch):
         assert (folder / "manifest.json").exists() == signs
 
 
-def test_a_checkpoint_of_links_into_a_cache_is_trusted_once(own_run, tmp_path, capsys):
+def test_checkpoint_of_links_into_a_cache_is_signed(own_run, tmp_path, capsys):
     cache = shutil.copytree(checkpoints(own_run)[-1], tmp_path / "blobs")
     folder = tmp_path / "snapshot"
     folder.mkdir()
@@ -433,12 +433,12 @@ def test_a_checkpoint_of_links_into_a_cache_is_trusted_once(own_run, tmp_path, c
     assert main(["eval", str(folder), "--trust"]) == 0
     assert f"signed '{folder}'" in capsys.readouterr().err
     assert main(["eval", str(folder)]) == 0 and load_policy(folder).chunk == 1
-    # what is trusted is what the links led to
+    # trust covers the files that the links lead to
     (cache / "model.safetensors").write_bytes(b"torn")
     refused(capsys, "eval", folder, of=["model.safetensors has 4 bytes"])
 
 
-def test_a_checkpoint_that_cannot_be_signed_is_trusted_for_the_command(own_run, tmp_path, monkeypatch):
+def test_checkpoint_that_cannot_be_signed_is_trusted_once(own_run, tmp_path, monkeypatch):
     shutil.copytree(own_run, tmp_path / "run")
     checkpoint = checkpoints(tmp_path / "run")[-1]
     (checkpoint / "manifest.json").unlink()
@@ -448,26 +448,26 @@ def test_a_checkpoint_that_cannot_be_signed_is_trusted_for_the_command(own_run, 
         load_policy(checkpoint)
 
 
-def test_without_a_home_nothing_is_signed_and_training_goes_on(tmp_path, monkeypatch, capsys):
+def test_training_works_without_a_signing_key(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     manifest._warn_once.cache_clear()
     folder = tmp_path / "run"
     config = SMALL | OWN["env"] | {"output": str(folder), "training": {"save_every": 1, "iterations": 3}}
     assert Run(load_config(config | {"logging": {"console_level": "WARNING"}})).run()
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("the key that signs runs cannot be used") == 1
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("the key that signs runs cannot be used") == 1
     content = manifest.read_manifest(folder)
     assert "hmac" not in content and not manifest.is_signed(content) and not manifest.damage(folder, content)
     refused(capsys, "eval", folder)
-    # where nothing can be signed, the flag holds for the command
+    # if nothing can be signed, --trust is valid for one command
     assert main(["eval", str(folder), "--trust", "--episodes", "2"]) == 0
 
 
-def test_the_key_is_made_once_and_is_one_s_own(tmp_path, monkeypatch):
+def test_signing_key_is_created_once_and_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "a").write_text("x")
-    # asking makes no key
+    # verification creates no key
     assert not manifest.is_signed({"hmac": "x", "files": {}}) and not manifest.key_file().exists()
     manifest.write_manifest(tmp_path, "run", {"a": manifest.entry(tmp_path / "a")})
     key = manifest.key_file()
@@ -479,7 +479,7 @@ def test_the_key_is_made_once_and_is_one_s_own(tmp_path, monkeypatch):
     assert not manifest.is_signed(manifest.read_manifest(tmp_path))
 
 
-def test_values_that_are_no_import_paths():
+def test_values_that_are_no_import_paths_are_accepted():
     words = "device=cuda:0 env.name=gym:CartPole-v1 output=/a/b:c pretrained=https://x/y logging.name=12:30 seed=1"
     for name in ("gym:sparring:sparring/lift_d0", "gym:ALE/Pong-v5", "tabletop"):
         refuse_code(Path(), "config.yaml", parse_overrides([*words.split(), f"env.name={name}"]))
@@ -490,7 +490,7 @@ def test_values_that_are_no_import_paths():
 
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "os:path", "sys:argv", "string:digits"])
-def test_what_is_called_is_a_class_or_a_function(path):
+def test_only_classes_and_python_functions_are_resolved(path):
     with pytest.raises(UserError, match=f"env '{path}' is a .*; expected a class, or a function written in Python"):
         resolve(path, {}, "env")
 
@@ -502,20 +502,20 @@ LIBRARIES += ["sparring_envs", "sitecustomize_not", "argparse", "tensordict", "s
 
 
 def shell(folder, *words, script=None):
-    """`sparring WORDS` there as users start it; `script`: the console script, else by `python -m`."""
+    """`sparring WORDS` in a folder, by `script` or by `python -m`."""
     start = [sys.executable, "-m", "sparring"] if script is None else [sys.executable, str(script)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     return subprocess.run([*start, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("how", ["script", "module"])
-def test_files_in_a_run_do_not_stand_in_for_libraries(own_run, tmp_path, how):
+def test_files_in_a_run_folder_do_not_shadow_libraries(own_run, tmp_path, how):
     folder, mark, script = tmp_path / "run", tmp_path / "mark", tmp_path / "bin" / "sparring"
     shutil.copytree(own_run, folder)
     attack = f"import pathlib; pathlib.Path({str(mark)!r}).write_text(__name__)\n"
     for name in [*LIBRARIES, "evil_plugin"]:
         (folder / f"{name}.py").write_text(attack)
-    # what gymnasium and numba would find there
+    # files of the working directory that gymnasium and numba would read
     entry_points = folder / "evil-1.0.dist-info" / "entry_points.txt"
     entry_points.parent.mkdir()
     entry_points.write_text("[gymnasium.envs]\n__root__ = evil_plugin:register\n")
@@ -527,7 +527,7 @@ def test_files_in_a_run_do_not_stand_in_for_libraries(own_run, tmp_path, how):
     assert done.returncode == 0, done.stderr
     assert not mark.exists(), mark.read_text()
     assert not (folder / "numba").exists()
-    # nor where a run that is trusted, or the command line, names a module of that folder
+    # the command line cannot name a module of the run folder either
     done = shell(folder, "eval", ".", "env.name=evil_plugin:Env", script=script if how == "script" else None)
     assert done.returncode == 2 and not mark.exists()
     assert "Modules in a run folder are not imported" in done.stderr
@@ -552,10 +552,10 @@ BRIEF += ["env.name=mine:Mine"]
     [["env.vectorize=process", "env.workers=2"], ["rollout.mode=async"], ["--gpus", "2"]],
     ids=["workers", "async", "processes"],
 )
-def test_modules_of_ones_own_are_found_beside_the_command(tmp_path, more):
+def test_user_modules_in_the_working_directory_are_imported(tmp_path, more):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "beside_mine.py").write_text("")
-    # after what is installed, in all processes
+    # installed packages come first, in all processes
     (tmp_path / "yaml.py").write_text("raise SystemExit('a file stood in for a library')")
     done = shell(tmp_path, "train", "finetune", *BRIEF, *more, "--output", "runs/a")
     assert done.returncode == 0, done.stderr
@@ -564,7 +564,7 @@ def test_modules_of_ones_own_are_found_beside_the_command(tmp_path, more):
         assert done.returncode == 0 and "trust" not in done.stderr, done.stderr
 
 
-def test_trusting_ends_with_the_command(hostile):
+def test_trust_ends_with_its_command(hostile):
     folder, _ = hostile(CODE["policy"])
     with trusting(False), pytest.raises(TrustError):
         load_policy(folder)

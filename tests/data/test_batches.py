@@ -1,4 +1,4 @@
-"""Batches come in the same order, off the training thread, and say what went wrong."""
+"""Batches come in a reproducible order, from another thread, and with the errors of their source."""
 
 import threading
 import time
@@ -17,19 +17,19 @@ from sparring.data.windows import SequentialWindows
 
 
 class Numbers:
-    """A store that notes who asks, and fails from its `broken`th batch on, `failures` times."""
+    """A store that records the calling thread and fails `failures` times after `broken` batches."""
 
     def __init__(self, broken=0, failures=0):
-        self.broken, self.failures, self.asked_by = broken, failures, []
+        self.broken, self.failures, self.callers = broken, failures, []
 
     def sample(self, batch_size, generator):
-        self.asked_by.append(threading.current_thread().name)
-        if self.broken < len(self.asked_by) <= self.broken + self.failures:
+        self.callers.append(threading.current_thread().name)
+        if self.broken < len(self.callers) <= self.broken + self.failures:
             raise OSError("the disk is gone")
         return TensorDict({"x": torch.rand(batch_size, generator=generator)}, [batch_size])
 
 
-def drawn(builder, batches):
+def take(builder, batches):
     return [next(builder)["x"].tolist() for _ in range(batches)]
 
 
@@ -42,39 +42,39 @@ def wait_until(condition):
 
 def test_batches_are_a_function_of_the_seed():
     with BatchBuilder(Numbers(), 3, seed=1) as a, BatchBuilder(Numbers(), 3, seed=1, prefetch=5) as b:
-        first = drawn(a, 4)
-        assert first == drawn(b, 4)
+        first = take(a, 4)
+        assert first == take(b, 4)
         assert len({tuple(batch) for batch in first}) == 4
     with BatchBuilder(Numbers(), 3, seed=2) as other:
-        assert drawn(other, 1)[0] not in first
+        assert take(other, 1)[0] not in first
 
 
-def test_a_resumed_builder_goes_on_with_the_same_batches():
+def test_a_resumed_builder_continues_with_the_same_batches():
     with BatchBuilder(Numbers(), 3, seed=1) as builder:
-        drawn(builder, 2)
+        take(builder, 2)
         state = builder.state_dict()
-        expected = drawn(builder, 3)
-        # also one that has prefetched something else already
+        expected = take(builder, 3)
+        # also by a builder that has already prefetched other batches
         with BatchBuilder(Numbers(), 3, seed=7) as resumed:
-            drawn(resumed, 5)
+            take(resumed, 5)
             resumed.load_state_dict(state)
-            assert drawn(resumed, 3) == expected
+            assert take(resumed, 3) == expected
 
 
-def test_it_works_ahead_in_a_thread_of_its_own_and_no_further():
+def test_batches_are_prefetched_in_a_thread_up_to_the_limit():
     store = Numbers()
     with BatchBuilder(store, 3, prefetch=2) as builder:
         next(builder)
-        wait_until(lambda: len(store.asked_by) == 3)
+        wait_until(lambda: len(store.callers) == 3)
         time.sleep(0.05)
-        assert len(store.asked_by) == 3
-        assert set(store.asked_by) == {"batches_0"}
+        assert len(store.callers) == 3
+        assert set(store.callers) == {"batches_0"}
 
 
-def test_an_error_surfaces_at_once_and_again():
+def test_an_error_is_raised_at_once_and_repeatedly():
     store = Numbers(broken=3, failures=1000)
     with BatchBuilder(store, 3, prefetch=3) as builder:
-        # batch 3 is ordered once batch 0 is handed out
+        # batch 3 is requested once batch 0 is returned
         next(builder)
         wait_until(lambda: builder._pending[-1].done())
         # batch 1 is ready, but the store is broken
@@ -84,9 +84,9 @@ def test_an_error_surfaces_at_once_and_again():
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_a_store_is_asked_again_for_the_batch_that_failed(prefetch):
-    with BatchBuilder(Numbers(), 3) as whole:
-        expected = drawn(whole, 6)
+def test_a_batch_that_failed_is_requested_again(prefetch):
+    with BatchBuilder(Numbers(), 3) as uninterrupted:
+        expected = take(uninterrupted, 6)
     store, batches, errors = Numbers(broken=2, failures=2), [], 0
     with BatchBuilder(store, 3, prefetch=prefetch) as builder:
         while len(batches) < 6:
@@ -98,7 +98,7 @@ def test_a_store_is_asked_again_for_the_batch_that_failed(prefetch):
     assert batches == expected and 1 <= errors <= 2
 
 
-def test_a_ring_that_was_still_empty_is_read_later():
+def test_a_ring_that_is_empty_at_first_can_be_read_later():
     ring, stream = VLABuffer(4), Stream(2)
     with BatchBuilder(ring, 3) as builder:
         for _ in range(2):
@@ -111,7 +111,7 @@ def test_a_ring_that_was_still_empty_is_read_later():
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_what_is_iterated_ends_with_its_error_and_not_silently(prefetch):
+def test_the_error_of_an_iterator_is_raised(prefetch):
     def source():
         yield TensorDict({"x": torch.zeros(2)}, [2])
         # the consumer is already waiting
@@ -126,7 +126,7 @@ def test_what_is_iterated_ends_with_its_error_and_not_silently(prefetch):
         assert builder.consumed == 1
 
 
-def test_windows_in_time_order_go_on_with_the_next_ones_on_a_live_and_on_a_fresh_builder(tmp_path):
+def test_windows_in_time_order_resume_on_the_same_and_on_a_new_builder(tmp_path):
     store = EpisodeStore(tmp_path)
     for number in range(6):
         store.append(numbered_episode(number, 8))
@@ -134,35 +134,35 @@ def test_windows_in_time_order_go_on_with_the_next_ones_on_a_live_and_on_a_fresh
     def windows():
         return SequentialWindows(store, 4, 2, seed=3)
 
-    def seen(batches):
+    def states(batches):
         return [batch["observation", "state"].tolist() for batch in batches]
 
-    expected = seen(windows())
+    expected = states(windows())
     with BatchBuilder(windows()) as builder:
-        first = seen(islice(builder, 2))
+        first = states(islice(builder, 2))
         state = builder.state_dict()
-        middle = seen(islice(builder, 2))
-        # comes in the next pass
+        middle = states(islice(builder, 2))
+        # this episode is part of the next pass only
         store.append(numbered_episode(6, 8))
         builder.load_state_dict(state)
-        assert first + seen(builder) == expected and middle == expected[2:4]
+        assert first + states(builder) == expected and middle == expected[2:4]
     with BatchBuilder(windows()) as fresh:
         fresh.load_state_dict(state)
         assert fresh.consumed == 2
-        assert first + seen(fresh) == expected
+        assert first + states(fresh) == expected
 
 
-def test_seeds_and_numbers_do_not_coincide():
+def test_different_seeds_and_batch_numbers_give_different_draws():
     store = Numbers()
     with BatchBuilder(store, 3, seed=4295) as one, BatchBuilder(store, 3, seed=0) as other:
-        # 4295 * 1000003 less 2^32
+        # 4295 * 1000003 minus 2^32
         assert one._draw(0)["x"].tolist() != other._draw(45589)["x"].tolist()
     with BatchBuilder(store, 3, seed=2**63) as large:
-        drawn(large, 1)
+        take(large, 1)
 
 
 def test_close_ends_the_thread():
-    # builders of other tests in this process may not have ended theirs
+    # other tests in this process may have left builders open
     others = set(threading.enumerate())
     builder = BatchBuilder(Numbers(), 3)
     next(builder)
@@ -173,15 +173,15 @@ def test_close_ends_the_thread():
         next(builder)
 
 
-def test_windows_come_in_order_until_they_end_and_resume_where_they_were():
+def test_windows_come_in_order_and_can_be_resumed():
     windows = [TensorDict({"x": torch.full((2,), float(i))}, [2]) for i in range(5)]
     with BatchBuilder(windows) as builder:
-        assert [x[0] for x in drawn(builder, 2)] == [0, 1]
+        assert [x[0] for x in take(builder, 2)] == [0, 1]
         state = builder.state_dict()
         assert [float(w["x"][0]) for w in builder] == [2, 3, 4]
         assert list(builder) == []
         builder.load_state_dict(state)
-        assert [x[0] for x in drawn(builder, 2)] == [2, 3]
+        assert [x[0] for x in take(builder, 2)] == [2, 3]
 
 
 def test_batches_of_a_ring_have_their_next_observations():
@@ -197,11 +197,11 @@ def test_batches_of_a_ring_have_their_next_observations():
 
 
 @pytest.mark.parametrize("arguments", [{"source": Numbers()}, {"source": [], "batch_size": 3}])
-def test_a_batch_size_goes_with_sampling(arguments):
+def test_a_batch_size_is_for_sources_with_sample_only(arguments):
     with pytest.raises(ValueError, match="expected batch_size if the source has sample"):
         BatchBuilder(**arguments)
 
 
-def test_at_least_the_batch_that_is_asked_for_is_made():
+def test_prefetch_must_be_at_least_1():
     with pytest.raises(ValueError, match="prefetch=0: expected at least 1"):
         BatchBuilder(Numbers(), 3, prefetch=0)

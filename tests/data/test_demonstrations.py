@@ -1,4 +1,4 @@
-"""Reading of datasets: frames to the frame, statistics, caches, what LeRobot writes, and what is refused."""
+"""Reading of datasets: exact frames, statistics, caches, datasets of LeRobot, and damaged datasets."""
 
 import json
 import os
@@ -38,8 +38,8 @@ def copy(recorded, tmp_path):
 
 
 @pytest.fixture
-def unbound(copy):
-    """Without a manifest, as datasets of others and of earlier versions are: whatever is in it, is looked at."""
+def without_manifest(copy):
+    """Without a manifest, as datasets of other tools and of earlier versions: the content itself is checked."""
     (copy / "manifest.json").unlink()
     return copy
 
@@ -48,7 +48,7 @@ def unbound(copy):
 
 
 def numbered(first: int, count: int, height: int = 16, width: int = 32) -> np.ndarray:
-    """`[T, H, W, 3]`: frame k is a grey of its own."""
+    """`[T, H, W, 3]`: each frame has its own grey."""
     return np.broadcast_to(
         (8 + 3 * np.arange(first, first + count))[:, None, None, None], (count, height, width, 3)
     ).astype(np.uint8)
@@ -59,8 +59,8 @@ def frame_numbers(frames: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("pixel_format", ["yuv420p", "yuv444p"])
-def test_every_frame_of_joined_clips_is_found(tmp_path, pixel_format):
-    """Clips of odd lengths, one of a single frame; from every frame on."""
+def test_every_frame_of_joined_clips_is_decoded(tmp_path, pixel_format):
+    """Clips of various lengths, one of a single frame; decoding starts at every frame."""
     lengths, clips, first = [5, 1, 8, 3, 20], [], 0
     for number, length in enumerate(lengths):
         clips.append(tmp_path / f"{number}.mp4")
@@ -79,7 +79,7 @@ def test_frames_are_scaled_when_read(tmp_path):
     assert frames.shape == (3, 24, 24, 3) and frame_numbers(frames) == [0, 1, 2]
 
 
-def test_a_video_that_is_too_short_or_none(tmp_path):
+def test_a_video_that_is_too_short_or_invalid_is_refused(tmp_path):
     video.encode(tmp_path / "x.mp4", numbered(0, 3), 25, "yuv420p")
     with pytest.raises(UserError, match="x.mp4' has only 2 of the 5 frames from 0.04 s on"):
         video.decode(tmp_path / "x.mp4", 1 / 25, 5, 25, 16, 32)
@@ -103,7 +103,7 @@ def test_statistics_of_numbers():
     assert lerobot.number_statistics(np.array([True, False]))["mean"].tolist() == [0.5]
 
 
-def test_statistics_of_pictures_are_those_of_their_pixels():
+def test_statistics_of_images_are_those_of_their_pixels():
     frames = np.random.default_rng(1).integers(10, 200, (5, 8, 6, 3), dtype=np.uint8)
     frames[..., 1] //= 2
     found = lerobot.image_statistics(lerobot.pixel_counts(frames), 5)
@@ -115,24 +115,24 @@ def test_statistics_of_pictures_are_those_of_their_pixels():
     assert np.allclose(found["q90"].ravel(), expected, atol=1e-12)
 
 
-def test_statistics_of_a_dataset(unbound):
-    demos = Demonstrations(unbound)
+def test_statistics_of_a_dataset(without_manifest):
+    demos = Demonstrations(without_manifest)
     assert set(demos.statistics) == {"observation/state", "action"}
     assert np.allclose(demos.statistics["action"]["q01"], np.quantile(demos.numbers("action"), 0.01, axis=0))
-    told = json.loads((unbound / "meta/stats.json").read_text())
-    pictures = np.stack([demos.images("head", episode) for episode in range(4)])
-    # [E, T, 3, H, W]; the video is not exact
-    assert np.allclose(np.ravel(told["observation.images.head"]["mean"]), pictures.mean((0, 1, 3, 4)) / 255, atol=0.01)
-    # what is told is taken, what is not told is worked out
-    told["action"]["mean"] = [9.0] * 7
-    del told["action"]["q99"]
-    (unbound / "meta/stats.json").write_text(json.dumps(told))
-    again = Demonstrations(unbound).statistics["action"]
+    saved = json.loads((without_manifest / "meta/stats.json").read_text())
+    images = np.stack([demos.images("head", episode) for episode in range(4)])
+    # [E, T, 3, H, W]; the video is lossy
+    assert np.allclose(np.ravel(saved["observation.images.head"]["mean"]), images.mean((0, 1, 3, 4)) / 255, atol=0.01)
+    # saved statistics are used, missing ones are computed
+    saved["action"]["mean"] = [9.0] * 7
+    del saved["action"]["q99"]
+    (without_manifest / "meta/stats.json").write_text(json.dumps(saved))
+    again = Demonstrations(without_manifest).statistics["action"]
     assert again["mean"].tolist() == [9.0] * 7
     assert np.array_equal(again["q99"], demos.statistics["action"]["q99"])
-    (unbound / "meta/stats.json").write_text(json.dumps({"action": {"mean": [1.0]}}))
+    (without_manifest / "meta/stats.json").write_text(json.dumps({"action": {"mean": [1.0]}}))
     with pytest.raises(UserError, match="mean of action has 1 entries, expected 7"):
-        Demonstrations(unbound).statistics  # noqa: B018
+        Demonstrations(without_manifest).statistics  # noqa: B018
 
 
 # ---- episodes
@@ -161,24 +161,24 @@ def test_an_episode_has_the_keys_of_the_contract(recorded):
         demos.episode(4)
 
 
-def test_pictures_are_of_their_own_steps(recorded):
-    """The wrist sees the hand move: each frame resembles its own original more than its neighbours'."""
+def test_images_belong_to_their_steps(recorded):
+    """The wrist camera moves: each frame is closest to the original of its own step."""
     from sparring.envs.backend import EpisodeSeeds
     from sparring.envs.tabletop.backend import Tabletop
 
     demos = Demonstrations(recorded, image_size=32)
     env = Tabletop(TabletopConfig(task="push_d0", cameras=("wrist",), image_size=32, threads=1), 4, 7)
-    seen, originals = env.reset(EpisodeSeeds(0, total_envs=4)), []
+    obs, originals = env.reset(EpisodeSeeds(0, total_envs=4)), []
     for t in range(7):
-        originals.append(seen["image/wrist"])
-        seen = env.step(np.stack([demos.episode(episode)["action"][t].numpy() for episode in range(4)])).observation
+        originals.append(obs["image/wrist"])
+        obs = env.step(np.stack([demos.episode(episode)["action"][t].numpy() for episode in range(4)])).observation
     for episode in range(4):
         read = demos.images("wrist", episode).astype(float)
-        away = [[np.abs(read[t] - original[episode]).mean() for original in originals] for t in range(7)]
-        assert np.argmin(away, axis=1).tolist() == list(range(7))
+        distances = [[np.abs(read[t] - original[episode]).mean() for original in originals] for t in range(7)]
+        assert np.argmin(distances, axis=1).tolist() == list(range(7))
 
 
-def test_the_cache_is_decoded_once_and_holds_the_same(copy, monkeypatch):
+def test_the_cache_is_decoded_once_and_has_the_same_images(copy, monkeypatch):
     plain = Demonstrations(copy, image_size=16)
     cached = Demonstrations(copy, image_size=16, cache=True)
     assert cached.image_cache("head").shape == (28, 3, 16, 16)
@@ -194,7 +194,7 @@ def test_the_cache_is_decoded_once_and_holds_the_same(copy, monkeypatch):
     monkeypatch.setattr(demonstrations.video, "decode", forbidden)
     again = Demonstrations(copy, image_size=16, cache=True)
     assert np.array_equal(again.images("wrist", 3), cached.images("wrist", 3))
-    # of another size, or of other videos, it is another cache
+    # another size, or other videos, need another cache
     with pytest.raises(AssertionError, match="decoded again"):
         Demonstrations(copy, image_size=32, cache=True)
     (copy / HEAD).touch()
@@ -202,11 +202,11 @@ def test_the_cache_is_decoded_once_and_holds_the_same(copy, monkeypatch):
         Demonstrations(copy, image_size=16, cache=True)
 
 
-# ---- datasets of others
+# ---- datasets of other tools
 
 
 def foreign(folder: Path) -> Path:
-    """As LeRobot writes them: several files, lists of any length, words in a pandas index, episodes amid a video."""
+    """As LeRobot writes them: several files, variable lists, tasks in a pandas index, episodes within a video."""
     states = np.arange(36, dtype=np.float32).reshape(9, 4)
     features = {
         "observation.state": {"dtype": "float32", "shape": [4], "names": {"motors": ["a", "b", "c", "d"]}},
@@ -278,7 +278,7 @@ def test_a_dataset_that_lerobot_wrote(tmp_path):
     assert np.allclose(demos.statistics["action"]["mean"], [16, 17])
 
 
-def test_rows_of_uneven_length_are_refused_also_where_their_sum_is_right(tmp_path):
+def test_rows_of_uneven_length_are_refused_even_if_their_sum_is_right(tmp_path):
     file = foreign(tmp_path / "set") / "data/c0/f0.parquet"
     table = pyarrow.parquet.read_table(file, partitioning=None)
     rows = table["action"].to_pylist()
@@ -297,7 +297,7 @@ def test_tasks_are_numbered_from_0(tmp_path):
         Demonstrations(folder)
 
 
-def test_one_number_an_action(tmp_path):
+def test_actions_of_one_entry(tmp_path):
     """LeRobot stores features of one entry as plain numbers."""
     folder = foreign(tmp_path / "one")
     info = json.loads((folder / "meta/info.json").read_text())
@@ -311,11 +311,11 @@ def test_one_number_an_action(tmp_path):
     assert Demonstrations(folder).episode(2)["action"].tolist() == [[[28.0]], [[32.0]]]
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize("named", ["{outside}/file", "../outside/file", "observation.images.a\0b"])
-def test_no_name_of_a_feature_leads_out_of_the_folder(tmp_path, named):
+def test_names_of_features_cannot_lead_out_of_the_folder(tmp_path, named):
     outside, folder = tmp_path / "outside", foreign(tmp_path / "set")
     outside.mkdir()
     named = named.replace("{outside}", str(outside))
@@ -336,7 +336,7 @@ WITH = "; it was recorded with env."
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         (
             {"cameras": ["head", "left_wrist"]},
@@ -349,14 +349,14 @@ WITH = "; it was recorded with env."
     ],
     ids=lambda value: "",
 )
-def test_what_does_not_fit_is_refused(recorded, asked, said):
+def test_each_mismatch_with_the_config_is_refused(recorded, asked, message):
     with pytest.raises(UserError) as refused:
         Demonstrations(recorded, **asked)
     first, *mistakes = str(refused.value).splitlines()
-    assert mistakes == [said] and first.startswith(f"'{recorded}' does not match the config; ")
+    assert mistakes == [message] and first.startswith(f"'{recorded}' does not match the config; ")
 
 
-def test_all_that_does_not_fit_is_said_at_once(tmp_path):
+def test_all_mismatches_are_reported_together(tmp_path):
     with pytest.raises(UserError) as refused:
         Demonstrations(foreign(tmp_path / "theirs"), action_dim=7, fps=25, control_mode="qpos", state_dim=4)
     assert str(refused.value).splitlines()[1:] == [
@@ -367,7 +367,7 @@ def test_all_that_does_not_fit_is_said_at_once(tmp_path):
 
 
 def edited(name, edit):
-    """A mistake: a column of a parquet file, changed."""
+    """A damage: a changed column of a parquet file."""
 
     def make(folder):
         file = folder / (EPISODES if name == "length" else DATA)
@@ -380,8 +380,8 @@ def edited(name, edit):
     return make
 
 
-def told_otherwise(**changes):
-    """A mistake: other entries in meta/info.json."""
+def with_info(**changes):
+    """A damage: other entries in meta/info.json."""
 
     def make(folder):
         info = json.loads((folder / "meta/info.json").read_text())
@@ -397,11 +397,11 @@ def cut(name):
     return make
 
 
-def gone(name):
+def removed(name):
     return lambda folder: (folder / name).unlink()
 
 
-def without(name):
+def without_column(name):
     def make(folder):
         table = pyarrow.parquet.read_table(folder / DATA, partitioning=None)
         pyarrow.parquet.write_table(table.drop_columns([name]), folder / DATA)
@@ -414,7 +414,7 @@ def written(name, text):
 
 
 def pipe(name):
-    """Which whoever opens it waits for, for ever."""
+    """A damage: a pipe, which blocks whoever opens it."""
 
     def make(folder):
         (folder / name).unlink()
@@ -427,7 +427,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("mistake", "said"),
+    ("damage", "message"),
     [
         (edited("action", lambda rows: rows[:9] + [[NAN] * 7] + rows[10:]),
          "action contains NaN or infinity in 1 of 28 frames, first in episode 1, frame 2"),
@@ -438,26 +438,26 @@ NAN = float("nan")
         (edited("task_index", lambda rows: [-1] * 28), "task_index -1 is negative"),
         (edited("task_index", lambda rows: [99] * 28), "task_index 99 is too large: meta/tasks.parquet has "),
         (edited("length", lambda rows: [7, 7, 7, 9]), "has 28 rows of data, but its episodes have 30 frames"),
-        (without("action"), "file-000.parquet' has no column action; found observation.state, next.reward"),
-        (told_otherwise(total_frames=29), "has 28 rows of data, but its episodes have 28 frames and meta/info"),
-        (told_otherwise(total_episodes=5), "lists 4 episodes in meta/episodes, but meta/info.json has total_"),
-        (told_otherwise(codebase_version="v2.1"), "is a LeRobotDataset v2.1, expected v3.0; convert it with "),
-        (told_otherwise(fps=None), "info.json' has no fps"),
-        (told_otherwise(features={}), "has no feature action, timestamp, "),
+        (without_column("action"), "file-000.parquet' has no column action; found observation.state, next.reward"),
+        (with_info(total_frames=29), "has 28 rows of data, but its episodes have 28 frames and meta/info"),
+        (with_info(total_episodes=5), "lists 4 episodes in meta/episodes, but meta/info.json has total_"),
+        (with_info(codebase_version="v2.1"), "is a LeRobotDataset v2.1, expected v3.0; convert it with "),
+        (with_info(fps=None), "info.json' has no fps"),
+        (with_info(features={}), "has no feature action, timestamp, "),
         (cut("meta/info.json"), "meta/info.json' cannot be read ("),
         (cut("meta/stats.json"), "meta/stats.json' cannot be read ("),
         (cut(DATA), "file-000.parquet' cannot be read ("),
         (cut(EPISODES), "meta/episodes/chunk-000/file-000.parquet' cannot be read ("),
-        (gone("meta/info.json"), "has no meta/info.json; expected a LeRobotDataset"),
-        (gone("meta/tasks.parquet"), "meta/tasks.parquet' cannot be read ("),
-        (gone(DATA), "file-000.parquet' cannot be read ("),
-        (gone(EPISODES), "has no meta/episodes/chunk-*/file-*.parquet"),
-        (gone(HEAD), "file-000.mp4' with images of observation.images.head is missing"),
-        (told_otherwise(fps="x"), "has fps 'x', expected frames per second > 0"),
-        (told_otherwise(features=[1]), "is damaged or not a LeRobotDataset v3.0 (AttributeError"),
-        (told_otherwise(data_path="../{chunk_index}"), "has data_path '../{chunk_index}', expected a path within"),
-        (told_otherwise(data_path="{chunk_index:0999999999d}"), "with the fields {chunk_index}"),
-        (told_otherwise(total_frames=[1]), "its episodes have 28 frames and meta/info.json has total_frames [1]"),
+        (removed("meta/info.json"), "has no meta/info.json; expected a LeRobotDataset"),
+        (removed("meta/tasks.parquet"), "meta/tasks.parquet' cannot be read ("),
+        (removed(DATA), "file-000.parquet' cannot be read ("),
+        (removed(EPISODES), "has no meta/episodes/chunk-*/file-*.parquet"),
+        (removed(HEAD), "file-000.mp4' with images of observation.images.head is missing"),
+        (with_info(fps="x"), "has fps 'x', expected frames per second > 0"),
+        (with_info(features=[1]), "is damaged or not a LeRobotDataset v3.0 (AttributeError"),
+        (with_info(data_path="../{chunk_index}"), "has data_path '../{chunk_index}', expected a path within"),
+        (with_info(data_path="{chunk_index:0999999999d}"), "with the fields {chunk_index}"),
+        (with_info(total_frames=[1]), "its episodes have 28 frames and meta/info.json has total_frames [1]"),
         (edited("length", lambda rows: [7, 7, 7, 10**15]), "its episodes have 1000000000000021 frames"),
         (edited("length", lambda rows: [7, 14, -7, 14]), "lists no episode, or one without frames"),
         (written("meta/info.json", "[]"), "it contains a list, expected keys with values"),
@@ -470,34 +470,34 @@ NAN = float("nan")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_broken_dataset_is_refused_when_it_is_opened(unbound, mistake, said):
-    mistake(unbound)
+def test_a_damaged_dataset_is_refused_when_it_is_opened(without_manifest, damage, message):
+    damage(without_manifest)
     with pytest.raises(UserError) as refused:
-        Demonstrations(unbound)
-    assert said in str(refused.value)
+        Demonstrations(without_manifest)
+    assert message in str(refused.value)
 
 
-def test_a_broken_video_is_refused_when_it_is_read(unbound):
-    cut(HEAD)(unbound)
-    demos = Demonstrations(unbound)
+def test_a_damaged_video_is_refused_when_it_is_read(without_manifest):
+    cut(HEAD)(without_manifest)
+    demos = Demonstrations(without_manifest)
     with pytest.raises(DatasetError, match="file-000.mp4': ffmpeg failed .* \\(episode 0, camera head\\)"):
         demos.episode(0)
     with pytest.raises(DatasetError, match="file-000.mp4': ffmpeg failed"):
-        Demonstrations(unbound, cache=True)
-    assert not list(unbound.with_name("copy.cache").glob("*.npy"))
-    assert Demonstrations(unbound, cameras=["wrist"]).episode(0).batch_size == (7,)
-    # nor need it be there
-    (unbound / HEAD).unlink()
-    assert Demonstrations(unbound, cameras=["wrist"]).episode(0).batch_size == (7,)
+        Demonstrations(without_manifest, cache=True)
+    assert not list(without_manifest.with_name("copy.cache").glob("*.npy"))
+    assert Demonstrations(without_manifest, cameras=["wrist"]).episode(0).batch_size == (7,)
+    # the file may even be missing
+    (without_manifest / HEAD).unlink()
+    assert Demonstrations(without_manifest, cameras=["wrist"]).episode(0).batch_size == (7,)
 
 
 @pytest.mark.parametrize("size", [0, -5, 2.5, "a", True])
-def test_an_image_size_that_is_none_is_refused_before_anything_is_read(size):
+def test_an_invalid_image_size_is_refused_before_anything_is_read(size):
     with pytest.raises(ValueError, match=f"image_size={size!r}: expected a whole number >= 1"):
         Demonstrations("nowhere", image_size=size)
 
 
-def test_a_camera_that_was_not_opened(recorded):
+def test_a_camera_that_was_not_opened_is_refused(recorded):
     demos = Demonstrations(recorded, cameras=["head"])
     for ask in (demos.image_cache, lambda camera: demos.images(camera, 0)):
         with pytest.raises(DatasetError, match=r"opened with cameras \['head'\], without 'wrist'"):
@@ -505,13 +505,13 @@ def test_a_camera_that_was_not_opened(recorded):
 
 
 @pytest.mark.parametrize("left", [0, 40, 5000])
-def test_a_torn_cache_is_made_again(copy, left):
+def test_a_truncated_cache_is_rebuilt(copy, left):
     whole = np.array(Demonstrations(copy, cameras=["head"], image_size=16, cache=True).image_cache("head"))
     (file,) = copy.with_name("copy.cache").glob("*.npy")
     os.truncate(file, left)
     again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
     assert np.array_equal(again.image_cache("head"), whole)
-    # earlier versions kept no checksums behind the pictures
+    # earlier versions stored no checksums after the images
     os.truncate(file, file.stat().st_size - 4 * 4)
     again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
     assert np.array_equal(again.image_cache("head"), whole)
@@ -521,7 +521,7 @@ def test_a_torn_cache_is_made_again(copy, left):
 
 
 def flip(file: Path, generator: np.random.Generator) -> None:
-    """One bit, as a disk does: nothing else tells of it."""
+    """Flip one bit and keep the size and times of the file."""
     data, before = bytearray(file.read_bytes()), file.stat()
     data[generator.integers(len(data))] ^= 1 << int(generator.integers(8))
     file.write_bytes(data)
@@ -544,12 +544,12 @@ def test_one_flipped_bit_is_refused_and_the_file_is_named(copy, name):
 
 
 def test_a_flipped_bit_in_the_manifest_changes_nothing_or_is_refused(copy):
-    whole, said = (copy / "manifest.json").read_bytes(), Demonstrations(copy).numbers("action")
+    whole, expected = (copy / "manifest.json").read_bytes(), Demonstrations(copy).numbers("action")
     generator, refused = np.random.default_rng(1), 0
     for _ in range(40):
         flip(copy / "manifest.json", generator)
         try:
-            assert np.array_equal(Demonstrations(copy).numbers("action"), said)
+            assert np.array_equal(Demonstrations(copy).numbers("action"), expected)
         except UserError as error:
             refused += "manifest.json" in str(error)
         (copy / "manifest.json").write_bytes(whole)
@@ -557,10 +557,10 @@ def test_a_flipped_bit_in_the_manifest_changes_nothing_or_is_refused(copy):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "said"),
+    ("damage", "message"),
     [
-        (gone("meta/stats.json"), "meta/stats.json is missing"),
-        (gone("meta/sparring.json"), "meta/sparring.json is missing"),
+        (removed("meta/stats.json"), "meta/stats.json is missing"),
+        (removed("meta/sparring.json"), "meta/sparring.json is missing"),
         (cut(EPISODES), "file-000.parquet has 200 bytes, expected"),
         (pipe(DATA), "file-000.parquet is not a regular file"),
         (lambda folder: shutil.copy(folder / EPISODES, (folder / EPISODES).with_name("file-001.parquet")),
@@ -569,37 +569,37 @@ def test_a_flipped_bit_in_the_manifest_changes_nothing_or_is_refused(copy):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_files_that_are_not_those_of_the_manifest_are_refused(copy, mistake, said):
-    mistake(copy)
-    with pytest.raises(DatasetError, match=said):
+def test_files_that_differ_from_the_manifest_are_refused(copy, damage, message):
+    damage(copy)
+    with pytest.raises(DatasetError, match=message):
         Demonstrations(copy, cache=True)
 
 
-def test_a_video_nobody_asks_for_is_not_read(copy):
+def test_videos_of_unused_cameras_are_not_read(copy):
     flip(copy / HEAD, np.random.default_rng(2))
     assert Demonstrations(copy, cameras=["wrist"]).episode(0).batch_size == (7,)
 
 
-def test_a_flipped_bit_in_the_cache_is_told_and_mended(copy, monkeypatch):
-    told, generator = [], np.random.default_rng(3)
-    monkeypatch.setattr(demonstrations.log, "warning", lambda text, *values: told.append(text % values))
+def test_a_flipped_bit_in_the_cache_is_reported_and_repaired(copy, monkeypatch):
+    warnings, generator = [], np.random.default_rng(3)
+    monkeypatch.setattr(demonstrations.log, "warning", lambda text, *values: warnings.append(text % values))
     whole = np.array(Demonstrations(copy, cameras=["head"], image_size=16, cache=True).image_cache("head"))
     (file,) = copy.with_name("copy.cache").glob("*.npy")
     for _ in range(6):
         flip(file, generator)
         again = Demonstrations(copy, cameras=["head"], image_size=16, cache=True)
         assert np.array_equal(again.image_cache("head"), whole)
-    assert len(told) == 6 and "its frames are decoded again" in told[0]
+    assert len(warnings) == 6 and "its frames are decoded again" in warnings[0]
 
 
-def test_the_cache_of_another_camera_is_not_taken_for_it(copy):
+def test_the_cache_of_another_camera_is_not_used(copy):
     whole = np.array(Demonstrations(copy, image_size=16, cache=True).image_cache("head"))
     head, wrist = sorted(copy.with_name("copy.cache").glob("*.npy"))
     shutil.copy(wrist, head)
     assert np.array_equal(Demonstrations(copy, image_size=16, cache=True).image_cache("head"), whole)
 
 
-def test_no_cache_is_written_where_there_is_no_room(copy):
+def test_a_cache_that_cannot_be_written_is_reported(copy):
     copy.with_name("copy.cache").write_text("")
     with pytest.raises(DatasetError, match="cannot store decoded images"):
         Demonstrations(copy, cameras=["head"], cache=True)

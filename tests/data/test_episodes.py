@@ -1,4 +1,4 @@
-"""The store against a plain list; crashes at every byte; a writer that is killed, and one that is read meanwhile."""
+"""The store compared with a list; crashes at every byte; a writer that is killed, and one with concurrent readers."""
 
 import contextlib
 import json
@@ -45,8 +45,8 @@ def assert_holds(store: EpisodeStore, expected: list[tuple[int, int]]) -> None:
 
 
 @pytest.fixture
-def said(caplog):
-    """Lines of the log, also where another test has told the library's logger to keep them to itself."""
+def logged(caplog):
+    """The log, also if another test has disabled propagation of the library's logger."""
     logger = logging.getLogger("sparring.data")
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)
@@ -90,7 +90,7 @@ def test_behaves_like_a_list_over_segments_and_reopenings(ops, segment_bytes):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=20, max_size=30), st.integers(15_000, 18_000))
-def test_a_limit_deletes_the_oldest_segments_whole(lengths, max_bytes):
+def test_a_limit_deletes_the_oldest_segments_completely(lengths, max_bytes):
     with tempfile.TemporaryDirectory() as folder:
         store = EpisodeStore(folder, max_bytes=max_bytes)
         for number, steps in enumerate(lengths):
@@ -99,7 +99,7 @@ def test_a_limit_deletes_the_oldest_segments_whole(lengths, max_bytes):
             assert on_disk == store.bytes() <= max_bytes
             kept = list(enumerate(lengths[: number + 1]))[-len(store) :]
             assert_holds(store, kept)
-        # no more was deleted than a segment, an eighth, and what else the last episode took
+        # at most a segment, i.e. an eighth, and the size of the last episode were deleted
         if len(store) < len(lengths):
             assert store.bytes() > 0.7 * max_bytes
         store.close()
@@ -121,7 +121,7 @@ def test_a_crash_at_any_byte_loses_the_last_episode_only(data, lengths, segment_
         filled_folder = Path(folder, "one_less")
         filled(filled_folder, lengths[:-1], segment_bytes=segment_bytes).close()
         before |= {Path(folder, p.name): p.stat().st_size for p in filled_folder.glob("segment-*")}
-        # a killed writer leaves some of the data and no line, or all of the data and some of the line
+        # a killed writer leaves part of the data and no line, or all of the data and part of the line
         index, block = paths[-1], paths[-2]
         assert index.suffix == ".index" and block.suffix == ".data"
         if data.draw(st.booleans(), label="in the data"):
@@ -140,26 +140,26 @@ def test_a_crash_at_any_byte_loses_the_last_episode_only(data, lengths, segment_
 
 @pytest.mark.parametrize("segment_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("kept", [0, 1, 20, 2000])
-def test_what_was_lost_is_said_in_one_line(tmp_path, said, segment_bytes, kept):
+def test_lost_steps_are_logged_in_one_line(tmp_path, logged, segment_bytes, kept):
     filled(tmp_path, (4, 3, 30), segment_bytes=segment_bytes).close()
     *_, data, index = sorted(tmp_path.glob("segment-*"))
     line = index.read_bytes().splitlines(keepends=True)[-1]
     start = int(re.search(rb'"offset": (\d+)', line)[1])
     os.truncate(index, index.stat().st_size - len(line))
     os.truncate(data, start + kept)
-    said.clear()
+    logged.clear()
     EpisodeStore(tmp_path, segment_bytes=segment_bytes).close()
-    # where not even the header was written, there is nothing to tell the steps by
+    # without a header the number of steps is unknown
     steps = 30 if kept >= 16 else 0
     expected = f"{tmp_path}: dropped an incomplete last episode: {steps} steps lost, {kept} bytes of them written"
-    assert [r.getMessage() for r in said.records] == ([expected] if kept else [])
-    said.clear()
+    assert [r.getMessage() for r in logged.records] == ([expected] if kept else [])
+    logged.clear()
     EpisodeStore(tmp_path, segment_bytes=segment_bytes).close()
-    assert said.records == []
+    assert logged.records == []
 
 
-def test_data_that_never_reached_the_disk_are_dropped_by_their_checksum(tmp_path, said):
-    """A power cut may keep the line and lose the data: zeros, or a file that is too short."""
+def test_data_that_never_reached_the_disk_fail_their_checksum_and_are_dropped(tmp_path, logged):
+    """A power failure may keep the line and lose the data: zeros, or a file that is too short."""
     filled(tmp_path, (4, 3, 30)).close()
     (data,) = tmp_path.glob("*.data")
     with open(data, "r+b") as file:
@@ -167,15 +167,15 @@ def test_data_that_never_reached_the_disk_are_dropped_by_their_checksum(tmp_path
         file.write(bytes(2000))
     with pytest.raises(UserError, match="data of episode 2 is damaged, .* open the folder once without read_only"):
         EpisodeStore(tmp_path, read_only=True)
-    said.clear()
+    logged.clear()
     store = EpisodeStore(tmp_path)
     assert_holds(store, [(0, 4), (1, 3)])
-    assert "30 steps lost" in said.text
+    assert "30 steps lost" in logged.text
     store.append(numbered_episode(2, 8))
     store.close()
     os.truncate(data, data.stat().st_size - 1)
     assert_holds(EpisodeStore(tmp_path), [(0, 4), (1, 3)])
-    assert "8 steps lost" in said.text
+    assert "8 steps lost" in logged.text
 
 
 def overwrite(path: Path, position: int, size: int = 150) -> None:
@@ -191,39 +191,39 @@ def contents(folder: Path) -> dict[str, bytes]:
 LENGTHS = [1 + k * 7 % 11 for k in range(20)]
 
 
-def in_the_data(folder, store):
+def damaged_data(folder, store):
     segment, record = store.locate(8)
     overwrite(segment.data_path, record.offset + record.size // 2, 15)
     return [8], "data of episode 8 is damaged"
 
 
-def in_the_index(folder, store):
+def damaged_index(folder, store):
     segment = store.locate(8)[0]
     lines = segment.index_path.read_bytes().splitlines(keepends=True)
     overwrite(segment.index_path, sum(map(len, lines[: segment.records.index(store.locate(8)[1])])) + 20, 5)
     return [8], "is damaged, and "
 
 
-def an_index_gone(folder, store):
+def missing_index(folder, store):
     segment = store.locate(8)[0]
     segment.index_path.unlink()
     return [r.number for r in segment.records], "index': is missing, but its data file exists"
 
 
-def an_index_cut_short(folder, store):
+def truncated_index(folder, store):
     segment = store.locate(-1)[0]
     lines = segment.index_path.read_bytes().splitlines(keepends=True)
     os.truncate(segment.index_path, len(b"".join(lines[:-2])))
     return [r.number for r in segment.records[-2:]], "but the data file contains 2 more"
 
 
-def data_gone(folder, store):
+def missing_data(folder, store):
     segment = store.locate(8)[0]
     segment.data_path.unlink()
     return [r.number for r in segment.records], "data' is missing; copy the folder again"
 
 
-def every_checksum(folder, store):
+def damaged_checksums(folder, store):
     for i in range(20):
         segment, record = store.locate(i)
         overwrite(segment.data_path, record.end - 80, 10)
@@ -233,37 +233,37 @@ def every_checksum(folder, store):
 @pytest.mark.parametrize(
     ("damage", "segment_bytes"),
     [
-        (in_the_data, 1 << 20),
-        (in_the_index, 1 << 20),
-        (in_the_index, 4000),
-        (an_index_gone, 1 << 20),
-        (an_index_gone, 4000),
-        (an_index_cut_short, 1 << 20),
-        (data_gone, 4000),
-        (every_checksum, 1 << 20),
+        (damaged_data, 1 << 20),
+        (damaged_index, 1 << 20),
+        (damaged_index, 4000),
+        (missing_index, 1 << 20),
+        (missing_index, 4000),
+        (truncated_index, 1 << 20),
+        (missing_data, 4000),
+        (damaged_checksums, 1 << 20),
     ],
 )
-def test_damage_is_refused_and_repair_keeps_all_whole_episodes_and_all_bytes(tmp_path, said, damage, segment_bytes):
+def test_damage_is_refused_and_repair_keeps_all_intact_episodes_and_all_bytes(tmp_path, logged, damage, segment_bytes):
     store = filled(tmp_path, LENGTHS, segment_bytes=segment_bytes)
     lost, message = damage(tmp_path, store)
     store.close()
     before = contents(tmp_path)
     for options in ({}, {"read_only": True}):
-        # to a reader it may be the writer that is at work
-        if options and damage is an_index_cut_short:
+        # for a reader this may be a writer at work
+        if options and damage is truncated_index:
             continue
         with pytest.raises(UserError, match=re.escape(message)) as refused:
             EpisodeStore(tmp_path, **options)
         assert "EpisodeStore(folder, repair=True)" in str(refused.value)
     assert contents(tmp_path) == before
-    said.clear()
+    logged.clear()
     whole = [(number, steps) for number, steps in enumerate(LENGTHS) if number not in lost]
     store = EpisodeStore(tmp_path, repair=True, segment_bytes=segment_bytes)
     assert_holds(store, whole)
     counts = f"{len(whole)} complete episodes ({sum(steps for _, steps in whole)} steps)"
     kept = f"kept {counts}; moved the rest of {len(lost)} "
-    assert kept in said.text
-    # what was there is still somewhere
+    assert kept in logged.text
+    # all old bytes still exist in some file
     after = contents(tmp_path)
     for name, old in before.items():
         pieces = [new for other, new in after.items() if other.startswith((name, f"damaged/{name}"))]
@@ -276,11 +276,11 @@ def test_damage_is_refused_and_repair_keeps_all_whole_episodes_and_all_bytes(tmp
 
 def test_damage_in_an_old_segment_is_found_by_repair(tmp_path):
     store = filled(tmp_path, LENGTHS, segment_bytes=4000)
-    in_the_data(tmp_path, store)
+    damaged_data(tmp_path, store)
     store.close()
     reader = EpisodeStore(tmp_path, read_only=True)
     assert len(reader) == 20
-    # nor is it served before
+    # other episodes can be read, this one cannot
     assert_equal(reader.episode(7), numbered_episode(7, LENGTHS[7]))
     for read in (lambda: reader.episode(8), lambda: ShuffledWindows(reader, 4).sample(200, torch.Generator())):
         with pytest.raises(UserError, match="the data of episode 8 is damaged.*EpisodeStore\\(folder, repair=True\\)"):
@@ -295,8 +295,8 @@ def test_damage_in_an_old_segment_is_found_by_repair(tmp_path):
 @pytest.mark.parametrize(
     "file", ["meta.json", *(f"segment-00000{k}.{kind}" for k in (0, 1) for kind in ("data", "index"))]
 )
-def test_one_flipped_bit_is_never_served(tmp_path, said, file):
-    """Refused at opening or reading; or an end that may be torn is dropped, which is said; or nothing has changed."""
+def test_one_flipped_bit_is_never_returned_as_data(tmp_path, logged, file):
+    """Refused at opening or reading; or a possibly torn end is dropped and logged; or the content is unchanged."""
     lengths = (3, 1, 5, 2, 6)
     filled(tmp_path / "good", lengths, segment_bytes=2000).close()
     assert len(list((tmp_path / "good").glob("*.data"))) == 3
@@ -306,7 +306,7 @@ def test_one_flipped_bit_is_never_served(tmp_path, said, file):
         data = bytearray((folder / file).read_bytes())
         data[generator.integers(len(data))] ^= 1 << int(generator.integers(8))
         (folder / file).write_bytes(data)
-        said.clear()
+        logged.clear()
         try:
             with contextlib.closing(EpisodeStore(folder)) as store:
                 found = [store.episode(i).clone() for i in range(len(store))]
@@ -314,24 +314,24 @@ def test_one_flipped_bit_is_never_served(tmp_path, said, file):
             refused += str(folder) in str(error)
             continue
         if len(found) < len(lengths):
-            assert "dropped an incomplete last episode" in said.text
+            assert "dropped an incomplete last episode" in logged.text
         for number, episode in enumerate(found):
             assert_equal(episode, numbered_episode(number, lengths[number]))
-    # white space in meta.json means nothing
+    # changed white space in meta.json has no effect
     assert refused >= (8 if file == "meta.json" else 25)
 
 
-def a_pipe(folder):
+def pipe(folder):
     (folder / "segment-000001.data").unlink()
     os.mkfifo(folder / "segment-000001.data")
 
 
-def a_link(folder):
+def link(folder):
     (folder / "segment-000001.index").rename(folder / "elsewhere")
     (folder / "segment-000001.index").symlink_to("elsewhere")
 
 
-def a_folder(folder):
+def directory(folder):
     (folder / "meta.json").unlink()
     (folder / "meta.json").mkdir()
 
@@ -344,7 +344,7 @@ def renamed(folder):
         (folder / "x").rename(files[1])
 
 
-def a_line_twice(folder):
+def duplicated_line(folder):
     lines = (folder / "segment-000000.index").read_bytes().splitlines(keepends=True)
     (folder / "segment-000000.index").write_bytes(b"".join([*lines, lines[0]]))
 
@@ -355,21 +355,21 @@ def another_column(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
-        (a_pipe, "segment-000001.data' is not a regular file"),
-        (a_link, "segment-000001.index' is not a regular file"),
-        (a_folder, "meta.json' is not a regular file"),
+        (pipe, "segment-000001.data' is not a regular file"),
+        (link, "segment-000001.index' is not a regular file"),
+        (directory, "meta.json' is not a regular file"),
         (renamed, "begins with episode 0, but the previous segment ends with "),
-        (a_line_twice, "index': line . does not continue the previous one: lines missing or moved"),
+        (duplicated_line, "index': line . does not continue the previous one: lines missing or moved"),
         (another_column, "its checksum does not match its columns"),
     ],
 )
-def test_files_that_are_not_what_was_written_are_refused(tmp_path, damage, said):
+def test_files_that_were_changed_or_replaced_are_refused(tmp_path, damage, message):
     filled(tmp_path, (3, 1, 5, 2, 6), segment_bytes=2000).close()
     damage(tmp_path)
     for options in ({}, {"read_only": True}):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             EpisodeStore(tmp_path, **options)
 
 
@@ -384,7 +384,7 @@ LINES = {
 @pytest.mark.parametrize("way", LINES)
 @pytest.mark.parametrize("line", [0, 1, 2])
 @pytest.mark.parametrize("segment", [0, 1, 2])
-def test_no_line_is_removed_doubled_or_moved_without_a_message(tmp_path, said, segment, line, way):
+def test_no_line_is_removed_doubled_or_moved_without_a_message(tmp_path, logged, segment, line, way):
     """Three segments of three episodes: refused, but for a last line that a crash may have torn, which is reported."""
     store = filled(tmp_path, (3,) * 3)
     segment_bytes = store.bytes()
@@ -401,12 +401,12 @@ def test_no_line_is_removed_doubled_or_moved_without_a_message(tmp_path, said, s
     before = contents(tmp_path)
     may_be_torn = (segment, line, way) == (2, 2, "removed")
     for options in ({"read_only": True}, {}):
-        said.clear()
+        logged.clear()
         if may_be_torn:
             found = EpisodeStore(tmp_path, **options)
             assert_holds(found, [(n, 3) for n in range(8)])
             found.close()
-            (record,) = said.records
+            (record,) = logged.records
             assert record.levelname == "WARNING" and re.search("3 steps (lost|of an episode)", record.getMessage())
             continue
         wanted = "does not continue|the data file contains"
@@ -418,34 +418,34 @@ def test_no_line_is_removed_doubled_or_moved_without_a_message(tmp_path, said, s
     whole = [(n, 3) for n in range(9) if way != "removed" or n != 3 * segment + line]
     EpisodeStore(tmp_path, repair=True).close()
     assert_holds(EpisodeStore(tmp_path, read_only=True), whole)
-    # a second repair finds nothing, and what the first has kept cannot be removed either
+    # a second repair changes nothing, and lines that the first one kept cannot be removed either
     before = contents(tmp_path)
     EpisodeStore(tmp_path, repair=True).close()
     assert contents(tmp_path) == before
     kept = index.read_bytes().splitlines(keepends=True)
-    for gone in range(len(kept) - (segment == 2)):
-        index.write_bytes(b"".join(kept[:gone] + kept[gone + 1 :]))
+    for removed in range(len(kept) - (segment == 2)):
+        index.write_bytes(b"".join(kept[:removed] + kept[removed + 1 :]))
         with pytest.raises(UserError, match=wanted):
             EpisodeStore(tmp_path)
 
 
-def test_a_segment_that_is_gone_is_told(tmp_path, said):
+def test_a_missing_segment_is_logged(tmp_path, logged):
     filled(tmp_path, (3, 3, 3, 3), segment_bytes=1).close()
     for file in tmp_path.glob("segment-000001.*"):
         file.unlink()
     assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (2, 3), (3, 3)])
-    assert "episodes 1 to 1 are missing" in said.text
+    assert "episodes 1 to 1 are missing" in logged.text
 
 
-def test_a_reader_says_that_a_damaged_last_line_is_not_read(tmp_path, said):
+def test_a_reader_logs_that_it_ignores_a_damaged_last_line(tmp_path, logged):
     filled(tmp_path).close()
     index = tmp_path / "segment-000000.index"
     overwrite(index, index.stat().st_size - 20, 5)
     assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (1, 1)])
-    assert "segment-000000.index: the last line is damaged; its episode is ignored" in said.text
+    assert "segment-000000.index: the last line is damaged; its episode is ignored" in logged.text
 
 
-def test_a_checkpoint_tells_of_its_oldest_episodes_that_are_gone(tmp_path, said):
+def test_deleted_episodes_of_a_checkpoint_are_logged(tmp_path, logged):
     store = filled(tmp_path, (3, 3, 3), segment_bytes=1)
     state = store.state_dict()
     store.close()
@@ -453,7 +453,7 @@ def test_a_checkpoint_tells_of_its_oldest_episodes_that_are_gone(tmp_path, said)
         file.unlink()
     store = EpisodeStore(tmp_path)
     store.load_state_dict(state)
-    assert "episodes 0 to 0 of the checkpoint were deleted" in said.text
+    assert "episodes 0 to 0 of the checkpoint were deleted" in logged.text
     # as earlier versions wrote it
     store.load_state_dict({"next_number": 2})
     assert_holds(store, [(1, 3)])
@@ -475,19 +475,19 @@ def test_a_repair_without_damage_changes_nothing(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_several_torn_last_episodes_are_counted(tmp_path, said):
+def test_several_torn_last_episodes_are_counted(tmp_path, logged):
     store = filled(tmp_path, (4, 3, 30, 5))
     segment, record = store.locate(2)
     store.close()
     overwrite(segment.data_path, record.offset + 500)
     overwrite(segment.data_path, record.end + 100)
-    said.clear()
+    logged.clear()
     assert_holds(EpisodeStore(tmp_path), [(0, 4), (1, 3)])
-    assert "dropped the 2 incomplete last episodes: 35 steps lost" in said.text
+    assert "dropped the 2 incomplete last episodes: 35 steps lost" in logged.text
 
 
 @pytest.mark.parametrize("name", ["segment-000000.deleted", "segment-000002.deleted"])
-def test_a_deletion_that_was_interrupted_is_done(tmp_path, name):
+def test_an_interrupted_deletion_is_completed(tmp_path, name):
     store = filled(tmp_path, (3, 3, 3), segment_bytes=1)
     store.close()
     (tmp_path / name).with_suffix(".index").rename(tmp_path / name)
@@ -497,7 +497,7 @@ def test_a_deletion_that_was_interrupted_is_done(tmp_path, name):
     assert len(list(tmp_path.glob("segment-*"))) == 4
 
 
-def test_a_store_that_lost_its_description_is_not_written_over(tmp_path):
+def test_a_store_without_its_description_is_not_overwritten(tmp_path):
     filled(tmp_path).close()
     meta = tmp_path / "meta.json"
     meta.write_bytes(meta.read_bytes()[:40])
@@ -534,7 +534,7 @@ def start_writer(folder, max_bytes=0) -> subprocess.Popen:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_killed_writer_leaves_whole_episodes_and_a_free_folder(tmp_path):
+def test_a_killed_writer_leaves_complete_episodes_and_an_unlocked_folder(tmp_path):
     reader, expected = None, 0
     for more in (1, 120):
         writer = start_writer(tmp_path)
@@ -567,7 +567,7 @@ def test_reading_while_another_process_writes_and_deletes(tmp_path):
                 number = int(reader.numbers[i])
                 assert_equal(reader.episode(i), numbered_episode(number, 1 + number * 37 % 90))
                 checked.add(number)
-        # its view stays whole although all of it has been deleted since
+        # the reader's view stays complete although all of it has been deleted since
         numbers = reader.numbers.copy()
         newer = EpisodeStore(tmp_path, read_only=True)
         while newer.numbers[0] <= numbers[-1]:
@@ -596,7 +596,7 @@ def test_observations_are_stored_once_and_read_without_a_copy(tmp_path):
     assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 100)])
 
 
-def test_what_is_known_of_an_episode_is_kept(tmp_path):
+def test_the_info_of_an_episode_is_stored(tmp_path):
     store = filled(tmp_path)
     store.append(numbered_episode(3, 2), task="push the cube\nslowly: é", success=True)
     store.close()
@@ -605,13 +605,13 @@ def test_what_is_known_of_an_episode_is_kept(tmp_path):
     assert again.info(-1) == {"task": "push the cube\nslowly: é", "success": True}
 
 
-def test_what_fits_is_told_before_anything_is_written(tmp_path, said):
+def test_the_capacity_is_logged_at_the_first_episode(tmp_path, logged):
     store = EpisodeStore(tmp_path, max_bytes=1_000_000)
     store.append(numbered_episode(0, 5))
     store.append(numbered_episode(1, 5))
-    # a step: image 48, state 8, action 24, reward 8, memory 20, version 8, is_first, terminated, success
-    told = f"episodes in {tmp_path}: 119 bytes per step, at most 1.0 MB, about 8,403 steps"
-    assert [r.getMessage() for r in said.records] == [told]
+    # bytes per step: image 48, state 8, action 24, reward 8, memory 20, version 8, is_first, terminated, success
+    message = f"episodes in {tmp_path}: 119 bytes per step, at most 1.0 MB, about 8,403 steps"
+    assert [r.getMessage() for r in logged.records] == [message]
 
 
 def test_mistakes_are_explained(tmp_path):
@@ -668,7 +668,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path, monkeypatch):
     assert_holds(EpisodeStore(tmp_path, read_only=True), [(0, 3), (1, 1), (2, 5), (3, 2)])
 
 
-def test_a_first_episode_that_fails_decides_nothing(tmp_path, monkeypatch):
+def test_a_first_episode_that_fails_does_not_fix_the_columns(tmp_path, monkeypatch):
     store = EpisodeStore(tmp_path)
     with pytest.raises(TypeError, match="not JSON serializable"):
         store.append(numbered_episode(0, 5), seed=np.int64(3))
@@ -684,21 +684,21 @@ def test_a_first_episode_that_fails_decides_nothing(tmp_path, monkeypatch):
 
 @pytest.fixture
 def flushed(monkeypatch):
-    """Names of the files and folders that were put onto the disk."""
+    """Names of the files and folders that were flushed to the disk."""
     names, fsync = [], os.fsync
 
-    def noting(handle):
+    def recording(handle):
         names.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
         fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "fsync", recording)
     return names
 
 
-def test_what_a_killed_writer_did_not_flush_the_next_one_does(tmp_path, flushed):
+def test_the_next_writer_flushes_what_a_killed_one_did_not(tmp_path, flushed):
     folder = tmp_path / "store"
     killed = filled(folder)
-    # its lock goes with it
+    # a killed process releases its lock
     os.close(killed._lock)
     flushed.clear()
     store = EpisodeStore(folder)
@@ -706,25 +706,25 @@ def test_what_a_killed_writer_did_not_flush_the_next_one_does(tmp_path, flushed)
     assert flushed == ["segment-000000.data", "segment-000000.index", "store"]
 
 
-def test_a_new_segment_is_listed_on_the_disk(tmp_path, flushed):
+def test_a_new_segment_and_its_folder_are_flushed(tmp_path, flushed):
     store = filled(tmp_path / "store", segment_bytes=1)
     flushed.clear()
     store.append(numbered_episode(3, 4))
     assert flushed == ["segment-000002.data", "segment-000002.index", "store"]
 
 
-def test_a_checkpoint_whose_episodes_are_all_gone_is_told(tmp_path, said):
+def test_a_checkpoint_without_any_remaining_episode_is_logged(tmp_path, logged):
     store = filled(tmp_path, [10] * 5, max_bytes=40_000)
     state = store.state_dict()
     for number in range(5, 60):
         store.append(numbered_episode(number, 10))
     store.load_state_dict(state)
     assert len(store) == 0 and store.next_number == 5
-    (told,) = [record.getMessage() for record in said.records if record.levelname == "WARNING"]
-    assert "all 5 episodes of the checkpoint were deleted" in told
+    (message,) = [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
+    assert "all 5 episodes of the checkpoint were deleted" in message
 
 
-def test_lists_of_episodes_are_made_while_nobody_changes_them(tmp_path):
+def test_lists_of_episodes_are_built_under_the_lock(tmp_path):
     store = filled(tmp_path)
     windows, generator = ShuffledWindows(store, 4), torch.Generator()
     with ThreadPoolExecutor(3) as pool:
@@ -737,7 +737,7 @@ def test_lists_of_episodes_are_made_while_nobody_changes_them(tmp_path):
         assert len(batch.result()) == 2
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+def test_a_checkpoint_rewinds_the_store(tmp_path):
     store = filled(tmp_path)
     state = store.state_dict()
     store.append(numbered_episode(7, 2))
@@ -750,7 +750,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 
 
 def record(folder, decisions, interrupt_at=None):
-    """Envs of 3 and 5 steps; optionally stopped and gone on with from saved states."""
+    """Envs of 3 and 5 steps; optionally interrupted and resumed from saved states."""
     store = EpisodeStore(folder)
     seeds = EpisodeSeeds(0, "train", 0, 2)
     collector = Collector(counting_env((3, 5)), LinearPolicy(), seed=0)
@@ -771,7 +771,7 @@ def record(folder, decisions, interrupt_at=None):
     return store
 
 
-def test_the_recorder_puts_the_episodes_of_each_env_together(tmp_path):
+def test_the_recorder_assembles_the_episodes_of_each_env(tmp_path):
     store = record(tmp_path, 11)
     # env 0 ends after decisions 3, 6, 9; env 1 after 5 and 10
     assert [int(store.episode(i)["observation", "state"][0, 0]) for i in range(5)] == [0, 1, 0, 0, 1]
@@ -791,15 +791,15 @@ def test_the_recorder_puts_the_episodes_of_each_env_together(tmp_path):
         assert store.info(i) == info
 
 
-def test_the_recorder_goes_on_from_its_state_bit_for_bit(tmp_path):
-    whole, stopped = record(tmp_path / "a", 20), record(tmp_path / "b", 20, interrupt_at=7)
-    assert len(whole) == len(stopped) == 10
+def test_a_resumed_recorder_stores_bit_identical_episodes(tmp_path):
+    uninterrupted, stopped = record(tmp_path / "a", 20), record(tmp_path / "b", 20, interrupt_at=7)
+    assert len(uninterrupted) == len(stopped) == 10
     for i in range(10):
-        assert_equal(stopped.episode(i), whole.episode(i))
-        assert stopped.info(i) == whole.info(i)
+        assert_equal(stopped.episode(i), uninterrupted.episode(i))
+        assert stopped.info(i) == uninterrupted.info(i)
 
 
-def test_an_episode_whose_start_was_not_seen_is_left_out(tmp_path):
+def test_an_episode_without_its_start_is_not_stored(tmp_path):
     store = EpisodeStore(tmp_path)
     collector = Collector(counting_env((3, 5)), LinearPolicy(), seed=0)
     collector.decide()
@@ -808,5 +808,5 @@ def test_an_episode_whose_start_was_not_seen_is_left_out(tmp_path):
         recorder.add(collector.decide())
     firsts = [store.episode(i)["observation", "state"][0].tolist() for i in range(len(store))]
     assert firsts == [[0, 1, 0], [0, 2, 0], [1, 1, 0]]
-    # only what open episodes need is held
+    # only steps of open episodes are held
     assert len(recorder.state_dict()["steps"]) == 1

@@ -1,4 +1,4 @@
-"""The ring against a plain list, and what it promises beside."""
+"""The ring buffer compared with a list, its memory, files, threads and errors."""
 
 import logging
 import shutil
@@ -21,7 +21,7 @@ from sparring.errors import UserError
 
 
 class ListModel:
-    """What a ring is, as a list of transitions; the last one is readable when the next observation is known."""
+    """A ring as a list of transitions; the last one is readable once its next observation is known."""
 
     def __init__(self, capacity):
         self.capacity = capacity
@@ -44,7 +44,7 @@ class ListModel:
         return self.stored if self.closed else self.stored[:-1]
 
 
-def same(ours, expected):
+def all_equal(ours, expected):
     keys = set(expected.keys(True, True))
     assert set(ours.keys(True, True)) == keys
     return all(torch.equal(ours[key], expected[key]) and ours[key].dtype == expected[key].dtype for key in keys)
@@ -61,14 +61,14 @@ def check_against(model, ring, window):
     windows = list(ring.windows(window, following=True))
     assert len(windows) == len(expected) // window
     for number, slice_of_time in enumerate(windows):
-        assert same(slice_of_time, torch.stack(expected[number * window : (number + 1) * window]))
+        assert all_equal(slice_of_time, torch.stack(expected[number * window : (number + 1) * window]))
     stacked = torch.stack(expected)
-    assert same(ring.get(flatten=False, following=True), stacked)
-    assert same(ring.get(), stacked.flatten(0, 1).exclude(("next", "observation")))
+    assert all_equal(ring.get(flatten=False, following=True), stacked)
+    assert all_equal(ring.get(), stacked.flatten(0, 1).exclude(("next", "observation")))
     sampled = ring.sample(5, torch.Generator().manual_seed(0))
     found = {(int(t["observation", "state"][n, 0]), n): t[n] for t in expected for n in range(len(t))}
     for row in sampled:
-        assert same(row, found[int(row["observation", "state"][0]), int(row["observation", "state"][1])])
+        assert all_equal(row, found[int(row["observation", "state"][0]), int(row["observation", "state"][1])])
 
 
 ENVS = 2
@@ -83,7 +83,7 @@ OPERATIONS = st.one_of(
 
 @settings(max_examples=120, deadline=None)
 @given(st.integers(1, 5), st.lists(OPERATIONS, max_size=30), st.integers(1, 3))
-def test_any_history_reads_like_a_plain_list(capacity, operations, window):
+def test_any_sequence_of_operations_reads_like_a_list(capacity, operations, window):
     ring, model, stream = VLABuffer(capacity), ListModel(capacity), Stream(ENVS)
     for operation, argument in operations:
         if operation == "add":
@@ -116,14 +116,14 @@ def test_the_newest_transition_waits_for_its_next_observation():
     assert len(ring) == 2 and not ring.is_full()
 
 
-def test_what_starts_elsewhere_is_refused_until_cleared():
+def test_a_transition_that_does_not_continue_is_refused_until_cleared():
     ring, stream = VLABuffer(3), Stream(2)
     ring.add(stream.step())
     ring.close(stream.root())
     stream.jump()
     with pytest.raises(RuntimeError, match=r"observation/.* differs .*; clear\(\)"):
         ring.add(stream.step())
-    # an env that fails is no other place
+    # NaN is reported as such, not as another env state
     stream.clock, broken = 1, Stream(2).root()
     broken["observation", "state"][0, 0] = float("nan")
     with pytest.raises(RuntimeError, match="observation/state contains NaN"):
@@ -138,14 +138,14 @@ def test_every_transition_is_drawn_equally_often():
     ring, stream = VLABuffer(4), Stream(2)
     for _ in range(7):
         ring.add(stream.step())
-    drawn = ring.sample(8000, torch.Generator().manual_seed(0))["observation", "state"]
-    clocks, counts = drawn[:, :2].unique(dim=0, return_counts=True)
+    states = ring.sample(8000, torch.Generator().manual_seed(0))["observation", "state"]
+    clocks, counts = states[:, :2].unique(dim=0, return_counts=True)
     # 4 decisions of 2 robots; the standard deviation of a count is 30
     assert clocks[:, 0].unique().tolist() == [2, 3, 4, 5] and len(counts) == 8
     assert (counts - 1000).abs().max() < 150
 
 
-def test_observations_are_kept_once_and_bytes_are_known_before(caplog, monkeypatch):
+def test_observations_are_stored_once_and_the_size_is_logged_first(caplog, monkeypatch):
     stream = Stream(2)
     transition = stream.step()
     ring = VLABuffer(50)
@@ -153,22 +153,22 @@ def test_observations_are_kept_once_and_bytes_are_known_before(caplog, monkeypat
     monkeypatch.setattr(buffer_module, "_readable_size", lambda nbytes: f"{nbytes} bytes")
     with caplog.at_level(logging.INFO, "sparring.data.buffer"):
         ring.add(transition)
-    told = ring.bytes()
-    assert f" transitions, {told} bytes in RAM, and 20 bytes for each" in caplog.text
+    size = ring.bytes()
+    assert f" transitions, {size} bytes in RAM, and 20 bytes for each" in caplog.text
     for _ in range(60):
         ring.add(stream.step())
-    assert ring.bytes() == told
+    assert ring.bytes() == size
     # 12 bytes of image and 2 float32 numbers in each of the 51 rows of 2 robots
     assert ring._observation.bytes() == 51 * 2 * (12 + 8)
     ring.add(stream.step(["terminated", "go on"]))
-    assert ring.bytes() == told + 12 + 8
+    assert ring.bytes() == size + 12 + 8
     for _ in range(60):
         ring.add(stream.step())
-    # gone with their transitions
-    assert ring.bytes() == told
+    # final observations are freed with their transitions
+    assert ring.bytes() == size
 
 
-def test_a_rollout_of_one_buffer_goes_into_another():
+def test_a_rollout_can_be_added_to_another_buffer():
     stream, rollout, ring = Stream(2), RolloutBuffer(6), VLABuffer(6)
     for mask in (None, ["terminated", "go on"], None, None, ["truncated"] * 2, None):
         rollout.add(stream.step(mask))
@@ -176,16 +176,16 @@ def test_a_rollout_of_one_buffer_goes_into_another():
     whole = rollout.get(flatten=False, following=True)
     ring.add(whole)
     assert ring.is_full()
-    assert same(ring.get(flatten=False, following=True), whole)
+    assert all_equal(ring.get(flatten=False, following=True), whole)
     again = RolloutBuffer(6)
     again.add(ring.get(flatten=False, following=True))
-    assert same(again.get(flatten=False, following=True), whole)
+    assert all_equal(again.get(flatten=False, following=True), whole)
 
 
-# ---- where it lives
+# ---- size and file
 
 
-def test_it_says_how_large_it_is_and_where(caplog, tmp_path):
+def test_the_size_and_the_place_are_logged(caplog, tmp_path):
     transition = Stream(2).step()
     with caplog.at_level(logging.INFO, "sparring.data.buffer"):
         VLABuffer(2000).add(transition)
@@ -195,17 +195,17 @@ def test_it_says_how_large_it_is_and_where(caplog, tmp_path):
     assert f"kB in {tmp_path}" in file
 
 
-def test_a_large_ring_lies_in_a_file_that_goes_with_it(tmp_path):
+def test_a_large_ring_is_in_a_file_that_is_deleted_with_it(tmp_path):
     stream, model = Stream(2), deque(maxlen=5)
     ring = VLABuffer(5, memory_limit=0, folder=tmp_path)
     for number in range(12):
         model.append(stream.step(["terminated", "go on"] if number % 3 == 0 else None))
         ring.add(model[-1])
     ring.close(stream.root())
-    # without a name, so that not even a killed process leaves it behind
+    # the file has no name, so that even a killed process leaves nothing
     assert list(tmp_path.iterdir()) == []
     assert f"{tmp_path}/sparring-buffer-" in Path("/proc/self/maps").read_text()
-    assert same(ring.get(flatten=False, following=True), torch.stack(list(model)).exclude("noise"))
+    assert all_equal(ring.get(flatten=False, following=True), torch.stack(list(model)).exclude("noise"))
     del ring
     assert f"{tmp_path}/sparring-buffer-" not in Path("/proc/self/maps").read_text()
 
@@ -221,14 +221,14 @@ def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path, m
 # ---- a thread that reads while another one writes
 
 
-def test_a_reader_thread_sees_whole_transitions_only():
+def test_a_reader_thread_gets_complete_transitions_only():
     ring, stream = VLABuffer(8), Stream(4)
     for _ in range(10):
         ring.add(stream.step())
     stop, torn = threading.Event(), []
 
     def read():
-        """How often it did."""
+        """Return the number of reads."""
         generator = torch.Generator().manual_seed(0)
         for times in count():
             if stop.is_set():
@@ -243,12 +243,12 @@ def test_a_reader_thread_sees_whole_transitions_only():
         for number in range(3000):
             ring.add(stream.step(["terminated"] * 4 if number % 5 == 0 else None))
         stop.set()
-    # raises what the reader raised
+    # raises exceptions of the reader
     assert reader.result() > 10
     assert torn == []
 
 
-def test_the_newest_rollout_is_copied_once_and_its_columns_go_with_it():
+def test_the_newest_rollout_is_copied_once_and_added_columns_are_dropped_with_it():
     ring, stream = VLABuffer(5, steps=2), Stream(2)
     for number in range(4):
         ring.add(stream.step(["go on", "truncated"] if number == 2 else None))
@@ -265,36 +265,36 @@ def test_the_newest_rollout_is_copied_once_and_its_columns_go_with_it():
     ring.close(stream.root())
     assert ring.rollout().get("value", None) is None
     ring.add(stream.step())
-    # the newest but one, then the newest, which can only be read once it is closed
+    # the rollout before the newest one, then the newest one, which is readable once it is closed
     assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [3, 4]
     ring.close(stream.root())
     assert ring.rollout()["observation", "state"][:, 0, 0].tolist() == [4, 5]
 
 
-def test_a_transition_must_have_what_the_first_one_had():
+def test_a_transition_must_have_the_keys_of_the_first_one():
     ring, stream = VLABuffer(4), Stream(2)
     ring.add(stream.step())
     with pytest.raises(KeyError, match="has no action, next/reward; earlier ones had"):
         ring.add(stream.step().exclude("action", ("next", "reward")))
-    # what it did not have is not kept
+    # keys that the first transition did not have are dropped
     ring.add(stream.step().set("extra", torch.zeros(2)))
     assert ring.get().get("extra", None) is None
 
 
 @pytest.mark.parametrize("make", [VLABuffer, RolloutBuffer])
-def test_what_is_no_size_or_no_transition_is_refused(make):
+def test_invalid_sizes_and_transitions_are_refused(make):
     for size in (0, -1, 2.5, "4", True, None):
         with pytest.raises(ValueError, match="expected a whole number >= 1"):
             make(size)
     buffer = make(4)
-    for wrong, said in (({"action": 1}, "got dict"), (Stream(2).step()[0], "got a TensorDict \\[\\]")):
-        with pytest.raises(TypeError, match=f"a transition \\[N\\] or a rollout .* {said}"):
+    for wrong, message in (({"action": 1}, "got dict"), (Stream(2).step()[0], "got a TensorDict \\[\\]")):
+        with pytest.raises(TypeError, match=f"a transition \\[N\\] or a rollout .* {message}"):
             buffer.add(wrong)
     with pytest.raises(RuntimeError, match="add\\(\\)"):
         _ = buffer.last
     with pytest.raises(RuntimeError, match="add\\(\\) one first"):
         buffer.close(Stream(2).step()["next"])
-    # that of a rollout which is not full is its own, too
+    # also the last observation of a rollout that is not full
     transition = Stream(2).step()
     buffer.add(transition)
     buffer.close(transition["next"])
@@ -337,7 +337,7 @@ def ring_of(envs):
     return ring
 
 
-def test_a_key_without_numbers_is_kept_empty():
+def test_a_key_of_zero_entries_is_stored():
     for buffer in (VLABuffer(2), RolloutBuffer(2)):
         stream = Stream(2)
         for _ in range(2):
@@ -349,7 +349,7 @@ def test_a_key_without_numbers_is_kept_empty():
         assert buffer.get(flatten=False, following=True)["next", "observation", "nothing"].shape == (2, 2, 0)
 
 
-def test_nothing_to_read_says_so():
+def test_reading_an_empty_ring_raises_an_error():
     with pytest.raises(RuntimeError, match="no readable transition"):
         VLABuffer(4).sample(1)
     with pytest.raises(RuntimeError, match="no readable transition"):

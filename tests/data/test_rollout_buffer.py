@@ -17,7 +17,7 @@ def filled(steps=4):
     return collector, buffer
 
 
-def test_get_before_full_and_add_after_full_say_what_is_wrong():
+def test_get_before_full_and_add_after_full_raise_errors():
     collector, buffer = filled()
     transition = collector.decide()
     with pytest.raises(RuntimeError, match="the rollout is full"):
@@ -28,7 +28,7 @@ def test_get_before_full_and_add_after_full_say_what_is_wrong():
         buffer.get()
 
 
-def test_it_says_how_large_it_is_before_it_takes_it(caplog, monkeypatch):
+def test_the_size_is_logged_before_it_is_allocated(caplog, monkeypatch):
     transition = Collector(counting_env(), LinearPolicy(), seed=0).decide()
     monkeypatch.setattr(rollout, "_readable_size", lambda nbytes: f"{nbytes} bytes")
     buffer = RolloutBuffer(4)
@@ -55,18 +55,18 @@ def test_memory_is_reused_by_the_next_rollout():
     assert buffer.bytes() == size
 
 
-def test_columns_worked_out_later_are_gone_with_their_rollout():
+def test_added_columns_are_dropped_with_their_rollout():
     collector, buffer = filled()
     before = buffer.get()["value"].clone()
     buffer.set("extra", torch.ones(4, 2))
     assert buffer.get()["extra"].shape == (8,) and buffer.get(flatten=False)["extra"].shape == (4, 2)
     collector.collect(buffer)
     assert buffer.get().get("extra", None) is None
-    # values are of the new rollout's observations, never what the last one left behind
+    # values belong to the observations of the new rollout, not to those of the last one
     assert not torch.equal(buffer.get()["value"], before)
 
 
-def test_what_is_learned_from_one_rollout_is_gone_in_the_next():
+def test_keys_written_into_a_rollout_are_absent_from_the_next():
     collector, buffer = filled()
     rollout = buffer.get(flatten=False)
     rollout["advantage"] = torch.ones(4, 2)
@@ -74,11 +74,11 @@ def test_what_is_learned_from_one_rollout_is_gone_in_the_next():
     assert buffer.get().get("advantage", None) is None
 
 
-def test_the_true_next_observations_are_served_on_request():
+def test_true_next_observations_are_returned_on_request():
     _, buffer = filled(steps=6)
     state = buffer.get(flatten=False)["observation", "state"]
     following = buffer.get(flatten=False, following=True)["next", "observation", "state"]
-    # episodes of 3 and 5 steps: (env, episode, step) goes on by one step, also where the episode ends
+    # episodes of 3 and 5 steps: (env, episode, step) advances by one step, also at the end of an episode
     assert torch.equal(following, state + torch.tensor([0.0, 0.0, 1.0]))
     assert ("next", "observation") not in buffer.get().keys(True)
     batch = buffer.sample(200, torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def test_the_true_next_observations_are_served_on_request():
     assert [w["observation", "state"][:, 0, 2].tolist() for w in buffer.windows(4)] == [[0, 1, 2, 0]]
 
 
-def test_where_the_last_transition_led_to_must_be_known():
+def test_sampling_needs_the_last_next_observation():
     _, other = filled(steps=4)
     buffer = RolloutBuffer(4)
     for transition in other.get(flatten=False, following=True).unbind(0):
@@ -96,7 +96,7 @@ def test_where_the_last_transition_led_to_must_be_known():
         buffer.sample(3)
 
 
-def test_what_follows_a_closed_rollout_must_go_on_there():
+def test_a_transition_after_a_closed_rollout_must_continue_it():
     buffer, stream = RolloutBuffer(6), Stream(2)
     for _ in range(2):
         buffer.add(stream.step(["go on", "terminated"]))
@@ -106,10 +106,10 @@ def test_what_follows_a_closed_rollout_must_go_on_there():
     with pytest.raises(RuntimeError, match=r"differs .*; clear\(\) the buffer"):
         buffer.add(stream.step())
     stream.clock = 2
-    going_on = stream.step(["truncated", "truncated"])
-    # env 1 began an episode, which may begin anywhere
-    going_on["observation", "state"][1] = 7
-    buffer.add(going_on)
+    continuing = stream.step(["truncated", "truncated"])
+    # env 1 began a new episode, which may start in any state
+    continuing["observation", "state"][1] = 7
+    buffer.add(continuing)
     buffer.close(stream.root())
     stream.jump()
     buffer.add(stream.step())

@@ -1,4 +1,4 @@
-"""Windows against the plain list of episodes they were cut from: contents, marks, coverage, order, shares."""
+"""Windows compared with the episodes that they are cut from: contents, masks, coverage, order, shares."""
 
 import tempfile
 import threading
@@ -14,9 +14,9 @@ from sparring.data.episodes import EpisodeStore
 from sparring.data.windows import MixedWindows, SequentialWindows, ShuffledWindows
 from sparring.errors import UserError
 
-# enough to tell which steps were drawn
-WHICH = ["observation/state", "version"]
-MARKS = ("mask", "burn_in", "source")
+# keys that identify the steps
+IDENTIFYING = ["observation/state", "version"]
+MASKS = ("mask", "burn_in", "source")
 
 
 def make_store(folder, lengths, first=0, **options) -> EpisodeStore:
@@ -36,8 +36,8 @@ def steps_of(batch) -> list[list[tuple[int, int]]]:
     return [[tuple(s) for s in row[mask].tolist()] for row, mask in zip(states, batch["mask"], strict=True)]
 
 
-def assert_true_to(batch, lengths: list[int], length: int, burn_in: int, clears_memory: bool) -> None:
-    """Every row is a slice of the episode it says it is of, with zeros around it and the right marks."""
+def assert_slices(batch, lengths: list[int], length: int, burn_in: int, clears_memory: bool) -> None:
+    """Every row is a slice of the episode in its state, padded with zeros, with the right masks."""
     assert batch.batch_size[1] == burn_in + length
     for row in batch:
         holds = row["mask"] | row["burn_in"] if burn_in else row["mask"]
@@ -49,12 +49,12 @@ def assert_true_to(batch, lengths: list[int], length: int, burn_in: int, clears_
         assert row["mask"].sum() == min(length, lengths[number] - start)
         assert not row["mask"][:burn_in].any()
         expected = numbered_episode(number, lengths[number])[first : first + len(columns)]
-        got = row.exclude(*MARKS)
+        got = row.exclude(*MASKS)
         is_first = torch.zeros(burn_in + length, dtype=torch.bool)
         is_first[columns[0]] = first == 0 or clears_memory
         assert torch.equal(got["is_first"], is_first)
         assert_equal(got[columns].exclude("is_first"), expected.exclude("is_first"))
-        # an observation has one row more, which shows up in the column after the last
+        # observations have one row more, in the column after the last one
         after = ~holds & (torch.arange(len(holds)) != columns[-1] + 1)
         for key, values in got.exclude("is_first", "next").items(True, True):
             assert not values[after if key[0] == "observation" else ~holds].any()
@@ -71,48 +71,48 @@ lengths_of_episodes = st.lists(st.integers(1, 20), min_size=1, max_size=6)
     st.sampled_from(["stored", "rebuilt"]),
     st.sampled_from([1, 1 << 20]),
 )
-def test_shuffled_windows_are_true_slices(lengths, length, burn_in, memory, segment_bytes):
+def test_shuffled_windows_are_slices_of_episodes(lengths, length, burn_in, memory, segment_bytes):
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(folder, lengths, segment_bytes=segment_bytes)
         windows = ShuffledWindows(store, length, burn_in, memory)
         batch = windows.sample(16, generator())
-        assert_true_to(batch, lengths, length, burn_in, clears_memory=memory == "rebuilt")
-        # full wherever the episode allows it
+        assert_slices(batch, lengths, length, burn_in, clears_memory=memory == "rebuilt")
+        # as long as the episode permits
         numbers = [row[0][0] for row in steps_of(batch)]
         assert batch["mask"].sum(1).tolist() == [min(length, lengths[n]) for n in numbers]
         assert_equal(windows.sample(16, generator()), batch)
 
 
-def test_every_step_is_drawn_its_share(tmp_path):
+def test_steps_are_drawn_uniformly_except_at_the_ends(tmp_path):
     store = make_store(tmp_path, [20, 3, 40])
-    windows = ShuffledWindows(store, length=5, keys=WHICH)
-    seen = Counter(step for row in steps_of(windows.sample(40_000, generator())) for step in row)
-    assert len(seen) == 63
+    windows = ShuffledWindows(store, length=5, keys=IDENTIFYING)
+    counts = Counter(step for row in steps_of(windows.sample(40_000, generator())) for step in row)
+    assert len(counts) == 63
     # a window around each of 63 steps: a step in the middle of an episode is in 5 of 63
     middle = 40_000 * 5 / 63
     for step in range(8, 32):
-        assert seen[2, step] == pytest.approx(middle, rel=0.1)
-    # pushed back into the episode: (L+1)/2 windows begin with the first step, and as many end with the last
+        assert counts[2, step] == pytest.approx(middle, rel=0.1)
+    # windows are shifted into the episode: (L+1)/2 begin with the first step, and as many end with the last
     for step in ((0, 0), (0, 19), (2, 0), (2, 39)):
-        assert seen[step] == pytest.approx(middle * 3 / 5, rel=0.1)
-    assert min(seen.values()) > 0.5 * middle and max(seen.values()) < 1.6 * middle
+        assert counts[step] == pytest.approx(middle * 3 / 5, rel=0.1)
+    assert min(counts.values()) > 0.5 * middle and max(counts.values()) < 1.6 * middle
 
 
-def test_windows_of_the_newest_episodes_only_each_step_its_share(tmp_path):
+def test_windows_of_the_newest_episodes_are_drawn_uniformly(tmp_path):
     store = make_store(tmp_path, [9, 4, 2, 6])
-    windows = ShuffledWindows(store, 1, keys=WHICH, newest=2)
-    drawn = Counter(row[0] for row in steps_of(windows.sample(4000, generator())))
+    windows = ShuffledWindows(store, 1, keys=IDENTIFYING, newest=2)
+    counts = Counter(row[0] for row in steps_of(windows.sample(4000, generator())))
     # episodes 2 and 3, of 2 and 6 steps
-    assert set(drawn) == {(2, step) for step in range(2)} | {(3, step) for step in range(6)}
-    assert all(400 <= times <= 600 for times in drawn.values())
+    assert set(counts) == {(2, step) for step in range(2)} | {(3, step) for step in range(6)}
+    assert all(400 <= times <= 600 for times in counts.values())
     store.append(numbered_episode(4, 3))
     assert {row[0][0] for row in steps_of(windows.sample(200, generator()))} == {3, 4}
-    # fewer than asked for: all of them
-    everything = ShuffledWindows(store, 1, keys=WHICH, newest=99).sample(400, generator())
+    # if there are fewer: all of them
+    everything = ShuffledWindows(store, 1, keys=IDENTIFYING, newest=99).sample(400, generator())
     assert {row[0][0] for row in steps_of(everything)} == {0, 1, 2, 3, 4}
 
 
-def test_the_stored_memory_enters_the_window(tmp_path):
+def test_windows_start_with_the_stored_memory(tmp_path):
     windows = ShuffledWindows(make_store(tmp_path, [30]), length=4, memory="stored")
     batch = windows.sample(64, generator())
     assert torch.equal(batch["memory", "world_model"][:, 0, 0], batch["observation", "state"][:, 0, 1])
@@ -121,7 +121,7 @@ def test_the_stored_memory_enters_the_window(tmp_path):
     assert 0 < batch["is_first"].sum() < 32
 
 
-def test_only_the_keys_asked_for_are_read_and_images_once(tmp_path):
+def test_only_the_given_keys_are_read_and_images_once(tmp_path):
     store = make_store(tmp_path, [30])
     keys = ["observation/image/head", "next/observation/image/head", "action"]
     batch = ShuffledWindows(store, 4, keys=keys).sample(8, generator())
@@ -135,7 +135,7 @@ def test_only_the_keys_asked_for_are_read_and_images_once(tmp_path):
 
 @settings(max_examples=50, deadline=None)
 @given(lengths_of_episodes, st.integers(1, 8), st.integers(1, 4), st.integers(0, 5))
-def test_a_pass_serves_every_step_once_and_each_stream_in_time_order(lengths, length, batch_size, stop_after):
+def test_a_pass_covers_every_step_once_and_each_stream_in_time_order(lengths, length, batch_size, stop_after):
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(folder, lengths)
         windows = SequentialWindows(store, length, batch_size, seed=3)
@@ -150,13 +150,13 @@ def test_a_pass_serves_every_step_once_and_each_stream_in_time_order(lengths, le
         for batch in batches:
             rows = batch["mask"].any(1)
             assert rows.any()
-            assert_true_to(batch[rows], lengths, length, 0, clears_memory=False)
-        # stopped in the middle, another one goes on from its state, and so through the next pass
+            assert_slices(batch[rows], lengths, length, 0, clears_memory=False)
+        # another one resumes from the state in mid-pass and also gives the same next pass
         stopped, other = (SequentialWindows(store, length, batch_size, seed=3) for _ in range(2))
         first = [batch for batch, _ in zip(stopped, range(stop_after), strict=False)][: len(batches)]
         if stop_after < len(batches):
             other.load_state_dict(stopped.state_dict())
-            # `zip` took one batch more than it gave
+            # `zip` consumed one more batch than it returned
             rest = list(other)
             assert len(rest) == len(batches) - len(first) - 1
             for got, expected in zip(rest, batches[len(first) + 1 :], strict=True):
@@ -165,7 +165,7 @@ def test_a_pass_serves_every_step_once_and_each_stream_in_time_order(lengths, le
                 assert_equal(got, expected)
 
 
-def test_passes_differ_in_order_and_new_episodes_come_in_the_next_pass(tmp_path):
+def test_passes_differ_in_order_and_the_next_one_includes_new_episodes(tmp_path):
     store = make_store(tmp_path, [4] * 30)
     windows = SequentialWindows(store, 4, batch_size=1)
     orders = []
@@ -196,7 +196,7 @@ def test_episodes_deleted_during_a_pass_are_skipped(tmp_path):
 
 def test_mixed_rows_come_from_their_sources_by_weight(tmp_path):
     stores = [make_store(tmp_path / str(i), [12] * 5, first=100 * i) for i in range(3)]
-    samplers = [ShuffledWindows(store, 4, 2, keys=WHICH) for store in stores]
+    samplers = [ShuffledWindows(store, 4, 2, keys=IDENTIFYING) for store in stores]
     mixed = MixedWindows({samplers[0]: 6, samplers[1]: 3, samplers[2]: 1})
     batch = mixed.sample(20_000, generator())
     source = batch["source"][:, 0]
@@ -204,7 +204,7 @@ def test_mixed_rows_come_from_their_sources_by_weight(tmp_path):
     share = torch.bincount(source) / 20_000
     assert share.tolist() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
     assert_equal(mixed.sample(20_000, generator()), batch)
-    # a weight too small for a row in each batch still gets its share of the batches
+    # a weight that is too small for one row per batch gets its share over many batches
     g = generator()
     small = MixedWindows({samplers[0]: 0.95, samplers[1]: 0.05})
     rows = sum(int((small.sample(4, g)["source"][:, 0] == 1).sum()) for _ in range(1000))
@@ -226,7 +226,7 @@ def test_mixing_stores_with_other_keys_reads_the_common_ones(tmp_path):
 
 
 def test_every_column_can_be_pinned(tmp_path):
-    """Pinned memory is copied into element by element, so no two of them may lie in one place."""
+    """Copies into pinned memory are per element, so no two elements may share an address."""
     store = make_store(tmp_path, [8] * 4)
     shuffled = ShuffledWindows(store, 4, 2)
     for windows in (shuffled, MixedWindows({shuffled: 1, ShuffledWindows(store, 4, 2): 1})):
@@ -236,13 +236,13 @@ def test_every_column_can_be_pinned(tmp_path):
             assert 0 not in values.stride(), key
 
 
-def test_a_mix_is_asked_for_the_same_keys(tmp_path):
+def test_sources_of_a_mix_need_the_same_keys(tmp_path):
     store = make_store(tmp_path, [8])
     with pytest.raises(UserError, match="the same keys; got (action and all|all and action)"):
         MixedWindows({ShuffledWindows(store, 4, keys=["action"]): 1, ShuffledWindows(store, 4): 1})
 
 
-def test_a_store_that_lost_its_episodes_says_so(tmp_path):
+def test_a_store_whose_episodes_were_removed_raises_an_error(tmp_path):
     store = make_store(tmp_path, [8])
     store.rewind(0)
     with pytest.raises(UserError, match="has no episodes; record some"):
@@ -268,7 +268,7 @@ def test_mistakes_are_explained(tmp_path):
         MixedWindows({ShuffledWindows(store, 4): 1, ShuffledWindows(store, 5): 1})
 
 
-def test_a_thread_samples_while_another_appends_and_old_episodes_go(tmp_path):
+def test_a_thread_samples_while_another_appends_and_old_episodes_are_deleted(tmp_path):
     lengths = [5 + number * 7 % 20 for number in range(400)]
     store = make_store(tmp_path, lengths[:20], max_bytes=100_000)
     shuffled = ShuffledWindows(store, 6, 2)
@@ -287,10 +287,10 @@ def test_a_thread_samples_while_another_appends_and_old_episodes_go(tmp_path):
     thread.join()
     assert store.numbers[0] > 300 and len(batches) > 10
     for batch in batches[:: len(batches) // 10]:
-        assert_true_to(batch, lengths, 6, 2, clears_memory=True)
+        assert_slices(batch, lengths, 6, 2, clears_memory=True)
 
 
-def test_an_empty_key_is_kept_empty(tmp_path):
+def test_a_key_of_zero_entries_is_stored(tmp_path):
     store = EpisodeStore(tmp_path)
     episode = numbered_episode(0, 9)
     store.append(episode.set("extra", torch.zeros(9, 0)))
@@ -298,15 +298,15 @@ def test_an_empty_key_is_kept_empty(tmp_path):
     assert store.episode(0)["extra"].shape == (9, 0)
 
 
-def test_what_is_no_size_is_refused_before_anything_is_read(tmp_path):
+def test_invalid_sizes_are_refused_before_anything_is_read(tmp_path):
     store = make_store(tmp_path, [5])
-    for options, said in [
+    for options, message in [
         ({"length": 0}, "length=0: expected a whole number >= 1"),
         ({"length": 2.5}, "length=2.5: expected"),
         ({"length": 2, "burn_in": -1}, "burn_in=-1: expected a whole number >= 0"),
         ({"length": 2, "memory": "kept"}, "memory='kept': expected 'stored' or 'rebuilt'"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             ShuffledWindows(store, **options)
     windows = ShuffledWindows(store, 2)
     for sampler in (windows, MixedWindows({windows: 1})):

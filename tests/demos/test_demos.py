@@ -1,4 +1,4 @@
-"""Recording of demonstrations: what is played is what is on disk, however it is recorded."""
+"""Recording of demonstrations: the dataset has the played episodes and does not depend on how it was recorded."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def short(tmp_path_factory):
     return output
 
 
-def test_the_layout(short):
+def test_a_dataset_has_the_documented_files_and_features(short):
     place = "chunk-000/file-000"
     assert set(digests(short)) == {
         "manifest.json",
@@ -78,23 +78,23 @@ def test_the_layout(short):
     } == digests(short)
 
 
-def test_replaying_the_actions_gives_the_same_numbers_and_nearly_the_same_pictures(short):
-    """One robot alone, from the seed that is noted: what was recorded does not depend on who else was there."""
-    demos, told = Demonstrations(short), json.loads((short / "meta/sparring.json").read_text())
+def test_replaying_the_actions_gives_the_same_numbers_and_similar_images(short):
+    """One robot, from the recorded seed: a recording does not depend on the number of robots."""
+    demos, about = Demonstrations(short), json.loads((short / "meta/sparring.json").read_text())
     env = Tabletop(ENV, 1, 9)
-    for episode, number in enumerate(told["episode_numbers"]):
-        seeds = EpisodeSeeds(told["seed"], first_env=number, total_envs=1)
-        assert told["episode_seeds"][episode] == seeds(0, 0)
-        seen, td = env.reset(seeds), demos.episode(episode)
-        assert demos.instruction(episode) == env.spec.instructions[seen["task"][0]]
+    for episode, number in enumerate(about["episode_numbers"]):
+        seeds = EpisodeSeeds(about["seed"], first_env=number, total_envs=1)
+        assert about["episode_seeds"][episode] == seeds(0, 0)
+        observation, td = env.reset(seeds), demos.episode(episode)
+        assert demos.instruction(episode) == env.spec.instructions[observation["task"][0]]
         for t in range(9):
-            assert np.array_equal(td["observation", "state"][t], seen["state"][0])
-            assert np.array_equal(td["observation", "privileged"][t], seen["privileged"][0])
+            assert np.array_equal(td["observation", "state"][t], observation["state"][0])
+            assert np.array_equal(td["observation", "privileged"][t], observation["privileged"][0])
             for camera in ("head", "wrist"):
-                assert psnr(td["observation", "image", camera][t].numpy(), seen[f"image/{camera}"][0]) > 26
+                assert psnr(td["observation", "image", camera][t].numpy(), observation[f"image/{camera}"][0]) > 26
             step = env.step(td["action"][t].numpy()[None])
             assert td["next", "reward"][t, 0] == step.reward[0, 0]
-            seen = step.observation
+            observation = step.observation
 
 
 def test_full_colour_is_sharper(short, tmp_path):
@@ -117,7 +117,7 @@ def test_noise_is_in_the_actions_and_differs_between_episodes(short, tmp_path):
     assert len(np.unique(first[:, 0])) == 6
 
 
-def test_workers_and_robots_change_no_byte(short, tmp_path, monkeypatch):
+def test_the_dataset_does_not_depend_on_workers_and_robots(short, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "_ROBOTS", 2)
     assert SHORT.robots == 2
     record(SHORT, 6, tmp_path / "pairs", quiet=True)
@@ -133,29 +133,29 @@ def test_another_seed_gives_other_episodes(short, tmp_path):
     assert not np.intersect1d(one.numbers("observation.state")[::9, 0], other.numbers("observation.state")[::9, 0]).size
 
 
-def test_failures_are_left_out_and_what_was_tried_is_told(tmp_path):
-    rough = Plan(ENV.model_copy(update={"cameras": ()}), noise=1.0)
-    everything = record(replace(rough, keep_failures=True), 16, tmp_path / "all", quiet=True)
+def test_failures_are_excluded_and_the_number_of_tried_episodes_is_reported(tmp_path):
+    noisy = Plan(ENV.model_copy(update={"cameras": ()}), noise=1.0)
+    everything = record(replace(noisy, keep_failures=True), 16, tmp_path / "all", quiet=True)
     success = Demonstrations(tmp_path / "all").numbers("next.success").reshape(16, 50)
     good = np.flatnonzero(success[:, -1])
     assert everything["episodes_tried"] == 16 and 2 <= len(good) <= 14 and not success[:, :-1].any()
     wanted = len(good) - 1
-    told = record(rough, wanted, tmp_path / "good", quiet=True)
-    assert told["episode_numbers"] == good[:wanted].tolist()
-    assert told["episodes_tried"] == good[wanted - 1] + 1
+    result = record(noisy, wanted, tmp_path / "good", quiet=True)
+    assert result["episode_numbers"] == good[:wanted].tolist()
+    assert result["episodes_tried"] == good[wanted - 1] + 1
     assert Demonstrations(tmp_path / "good").numbers("next.success").reshape(wanted, 50)[:, -1].all()
 
 
-def test_an_expert_that_never_succeeds_is_not_tried_for_ever(tmp_path):
-    hopeless = replace(SHORT, env=ENV.model_copy(update={"cameras": ()}), keep_failures=False)
+def test_an_expert_that_always_fails_ends_the_recording(tmp_path):
+    always_failing = replace(SHORT, env=ENV.model_copy(update={"cameras": ()}), keep_failures=False)
     with pytest.raises(UserError, match="failed in all of 128 episodes of lift_d0 .* noise 0.2, 9 steps"):
-        record(hopeless, 1, tmp_path / "none", quiet=True)
+        record(always_failing, 1, tmp_path / "none", quiet=True)
 
 
-def test_a_killed_recording_is_refused_goes_on_and_ends_the_same(short, tmp_path):
+def test_a_killed_recording_is_refused_and_resumes_to_the_same_dataset(short, tmp_path):
     """Killed after its first block, which holds a third of it."""
     (tmp_path / "plan").write_bytes(pickle.dumps(SHORT))
-    # it must not be done before it is seen: every block waits a little
+    # a pause after every block, so that the recording does not end before it is killed
     code = f"""
 import os, pickle, time
 from pathlib import Path
@@ -176,7 +176,7 @@ record.record(pickle.loads((folder / "plan").read_bytes()), 6, folder / "killed"
     with pytest.raises(UserError, match="is an unfinished recording; run the command that records it again"):
         Demonstrations(tmp_path / "killed")
     written = first.stat().st_mtime_ns
-    # what a killed worker leaves
+    # a killed worker leaves this folder
     (tmp_path / "killed/recording/block-000001.partial-1").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "_ROBOTS", 2)
@@ -188,7 +188,7 @@ record.record(pickle.loads((folder / "plan").read_bytes()), 6, folder / "killed"
 
 
 @pytest.mark.parametrize("last", ["info.json", "manifest.json"])
-def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path, monkeypatch, last):
+def test_an_interrupted_assembly_is_refused_and_repeated(short, tmp_path, monkeypatch, last):
     def stopped(path, values):
         if path.name == last:
             raise KeyboardInterrupt
@@ -209,7 +209,7 @@ def test_an_interrupted_assembly_is_no_dataset_and_is_done_again(short, tmp_path
 
 @pytest.fixture
 def recorded(short, tmp_path, monkeypatch):
-    """Blocks of two episodes, stopped before they are made a dataset; `short` is what they become."""
+    """Blocks of two episodes, interrupted before assembly; the resulting dataset is `short`."""
     monkeypatch.setattr(plan, "_ROBOTS", 2)
     with monkeypatch.context() as patch:
         patch.setattr("sparring.demos.record.assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -226,7 +226,7 @@ def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def holed(data: bytes) -> bytes:
+def with_zeros(data: bytes) -> bytes:
     return data[:600] + bytes(300) + data[900:]
 
 
@@ -234,9 +234,9 @@ def flipped(data: bytes) -> bytes:
     return data[:-40] + bytes([data[-40] ^ 4]) + data[-39:]
 
 
-def test_clips_that_were_not_written_whole_never_become_a_dataset(short, recorded):
-    """What the encoder left out, the checksums do not tell."""
-    for number, damage in ((0, empty), (1, cut), (1, holed)):
+def test_incomplete_clips_never_become_a_dataset(short, recorded):
+    """Checksums do not detect frames that the encoder did not write."""
+    for number, damage in ((0, empty), (1, cut), (1, with_zeros)):
         block = recorded / f"recording/block-{number:06d}"
         clip = block / "0-head.mp4"
         whole = clip.read_bytes()
@@ -246,8 +246,8 @@ def test_clips_that_were_not_written_whole_never_become_a_dataset(short, recorde
             manifest.write_manifest(block, "episodes", {file.name: manifest.entry(file) for file in files})
             if data is whole:
                 continue
-            said = f"0-head.mp4' is damaged: . of its 9 frames .* delete the folder .*{block.name}' and run the same "
-            with pytest.raises(UserError, match=said):
+            text = f"0-head.mp4' is damaged: . of its 9 frames .* delete the folder .*{block.name}' and run the same "
+            with pytest.raises(UserError, match=text):
                 record(SHORT, 6, recorded, quiet=True)
             assert block.exists() and not (recorded / "meta/info.json").exists()
     shutil.rmtree(block)
@@ -257,19 +257,19 @@ def test_clips_that_were_not_written_whole_never_become_a_dataset(short, recorde
 
 @pytest.mark.parametrize("file", ["numbers.npz", "1-wrist.mp4", "manifest.json"])
 def test_damaged_blocks_are_recorded_again(short, recorded, monkeypatch, file):
-    told = []
-    monkeypatch.setattr(record_module.log, "warning", lambda text, *values: told.append(text % values))
+    warnings = []
+    monkeypatch.setattr(record_module.log, "warning", lambda text, *values: warnings.append(text % values))
     for number, damage in enumerate((empty, cut, flipped)):
         path = recorded / f"recording/block-{number:06d}" / file
         path.write_bytes(damage(path.read_bytes()))
     record(SHORT, 6, recorded, quiet=True)
-    # the end of a manifest is its signature, which is not asked for here
-    assert len(told) == (2 if file == "manifest.json" else 3)
-    assert told[0].endswith("recording/block-000000' is damaged and is recorded again")
+    # the end of a manifest is its signature, which is not checked here
+    assert len(warnings) == (2 if file == "manifest.json" else 3)
+    assert warnings[0].endswith("recording/block-000000' is damaged and is recorded again")
     assert digests(recorded) == digests(short)
 
 
-def test_a_block_that_is_damaged_while_others_are_recorded(recorded, monkeypatch):
+def test_a_block_that_is_damaged_after_its_recording_is_refused(recorded, monkeypatch):
     whole = record_module._record_blocks
 
     def then_damaged(*given):
@@ -283,14 +283,14 @@ def test_a_block_that_is_damaged_while_others_are_recorded(recorded, monkeypatch
         record(SHORT, 6, recorded, quiet=True)
 
 
-def test_damaged_settings_of_a_recording_are_told(recorded):
+def test_damaged_settings_of_a_recording_are_refused(recorded):
     (recorded / "recording/settings.json").write_text("[1")
     with pytest.raises(UserError, match="settings.json' cannot be read"):
         record(SHORT, 6, recorded, quiet=True)
 
 
-def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
-    """Files and folders by their numbers, since names change."""
+def test_everything_is_flushed_before_it_is_renamed(recorded, monkeypatch):
+    """Files and folders are identified by inode, since names change."""
     flushed, missing, fsync, replace_file = set(), {}, os.fsync, os.replace
 
     def flush(handle):
@@ -305,7 +305,7 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
             needed += [recorded, *(recorded / part for part in assemble.PARTS)]
         missing[Path(target).name] = [path for path in needed if path.stat().st_ino not in flushed]
         replace_file(source, target)
-        # the new name is not
+        # the new name is not flushed yet
         flushed.discard(Path(target).parent.stat().st_ino)
 
     def remove(folder, **_):
@@ -327,7 +327,7 @@ def test_all_is_on_the_disk_before_it_counts(recorded, monkeypatch):
     assert not any(missing.values())
 
 
-def test_what_an_interrupted_assembly_left_is_gone(recorded, monkeypatch):
+def test_files_of_an_interrupted_assembly_are_deleted(recorded, monkeypatch):
     left = [recorded / "data/chunk-000/file-007.parquet", recorded / "videos/x/chunk-000/file-007.mp4"]
     for path in left:
         path.parent.mkdir(parents=True)
@@ -336,14 +336,14 @@ def test_what_an_interrupted_assembly_left_is_gone(recorded, monkeypatch):
     assert not any(path.exists() for path in left) and len(Demonstrations(recorded)) == 6
 
 
-def test_what_others_wrote_is_never_deleted(tmp_path):
+def test_files_of_others_are_never_deleted(tmp_path):
     (tmp_path / "mine/data").mkdir(parents=True)
     with pytest.raises(UserError, match="mine' holds data .*; give another --output"):
         record(SHORT, 6, tmp_path / "mine", quiet=True)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["data"]
 
 
-def test_the_lock_of_a_recording_is_no_link(tmp_path):
+def test_the_lock_of_a_recording_must_not_be_a_link(tmp_path):
     precious, folder = tmp_path / "precious", tmp_path / "set/recording"
     precious.write_text("kept")
     folder.mkdir(parents=True)
@@ -359,7 +359,7 @@ def test_blocks_of_another_size_are_not_mixed(recorded, monkeypatch):
         record(SHORT, 8, recorded, quiet=True)
 
 
-def test_a_recording_goes_on_to_another_number_but_not_with_other_settings(short, tmp_path, monkeypatch):
+def test_a_recording_resumes_with_another_number_but_not_with_other_settings(short, tmp_path, monkeypatch):
     monkeypatch.setattr("sparring.demos.record.assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         record(SHORT, 3, tmp_path / "more", quiet=True)
@@ -370,7 +370,7 @@ def test_a_recording_goes_on_to_another_number_but_not_with_other_settings(short
     assert digests(tmp_path / "more") == digests(short)
 
 
-def test_a_finished_dataset_stays_as_it_is(short):
+def test_a_finished_dataset_is_never_changed(short):
     before = digests(short)
     assert record(SHORT, 6, short, quiet=True)["episodes_tried"] == 6
     with pytest.raises(UserError, match="is complete with 6 episodes; give another --output"):
@@ -391,7 +391,7 @@ def test_two_recordings_do_not_share_a_folder(tmp_path):
         pass
 
 
-def test_long_datasets_are_spread_over_files_and_chunks(short, tmp_path, monkeypatch):
+def test_long_datasets_are_split_into_files_and_chunks(short, tmp_path, monkeypatch):
     monkeypatch.setattr(assemble, "_FRAMES_PER_FILE", 20)
     monkeypatch.setattr(assemble, "_FILES_PER_CHUNK", 2)
     record(SHORT, 6, tmp_path / "spread", quiet=True)
@@ -405,15 +405,15 @@ def test_long_datasets_are_spread_over_files_and_chunks(short, tmp_path, monkeyp
 
 
 def test_mixed_tasks(tmp_path):
-    """They end at different steps, are dealt out in turn, and put in their own words."""
+    """Tasks have their own lengths and instructions and are assigned in turn."""
     mixed = Plan(TabletopConfig(task=("reach_d0", "push_d0"), object_state="state", threads=1))
-    told = record(mixed, 6, tmp_path / "mixed", quiet=True)
+    result = record(mixed, 6, tmp_path / "mixed", quiet=True)
     demos = Demonstrations(tmp_path / "mixed")
-    assert told["episode_tasks"] == ["reach_d0", "push_d0"] * 3
+    assert result["episode_tasks"] == ["reach_d0", "push_d0"] * 3
     assert demos.lengths.tolist() == [50, 60] * 3
     assert demos.cameras == () and "image" not in demos.episode(0)["observation"]
-    said = [demos.instruction(episode) for episode in range(6)]
-    assert not set(said[::2]) & set(said[1::2]) and set(said) == set(demos.instructions)
+    instructions = [demos.instruction(episode) for episode in range(6)]
+    assert not set(instructions[::2]) & set(instructions[1::2]) and set(instructions) == set(demos.instructions)
 
 
 @pytest.mark.parametrize("task", ["reach_d0", "stack_d0", "drawer_d0", "handover_d0"])
@@ -439,17 +439,17 @@ def test_worker_processes_load_no_torch():
 # ---- the command
 
 
-def told(capsys, *words):
-    code = main(["demos", *words])
+def run_demos(capsys, *arguments):
+    code = main(["demos", *arguments])
     return code, *capsys.readouterr()
 
 
 def test_record_and_show(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUTPUT_BASE", raising=False)
-    words = ["reach_d0", "--episodes", "3", "--cameras", "head", "wrist", "--image-size", "32", "--seed", "7"]
-    words += ["--control-mode", "delta_ee_pos", "env.domain_randomization=all", "env.threads=1"]
-    code, out, err = told(capsys, *words)
+    arguments = ["reach_d0", "--episodes", "3", "--cameras", "head", "wrist", "--image-size", "32", "--seed", "7"]
+    arguments += ["--control-mode", "delta_ee_pos", "env.domain_randomization=all", "env.threads=1"]
+    code, out, err = run_demos(capsys, *arguments)
     assert (code, out) == (0, "outputs/demos/reach_d0: 3 episodes of 3 tried\n")
     first, *_, last = err.splitlines()
     assert first.endswith("compiling and recording the first episodes") and last.endswith("  3 of 3 episodes")
@@ -458,7 +458,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         7, "delta_ee_pos", 6
     )  # fmt: skip
 
-    code, out, err = told(capsys, "show", "outputs/demos/reach_d0")
+    code, out, err = run_demos(capsys, "show", "outputs/demos/reach_d0")
     assert (code, err) == (0, "")
     for line in (
         "episodes   3 of 50 to 50 steps",
@@ -473,13 +473,13 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
     from PIL import Image
 
     sheet = np.asarray(Image.open("outputs/demos/reach_d0/sheet.png"))
-    # two cameras, five moments each, three episodes of 128 pixels a side
+    # two cameras, five frames each, three episodes of 128 pixels per side
     assert sheet.shape[0] > 3 * 128 and sheet.shape[1] > 10 * 128
     assert sheet[40:120, 20:120].std() > 10
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["lift_d0"], "; give --episodes N"),
         (["lift_d9", "--episodes", "1"], "env.task='lift_d9' is not a tabletop task"),
@@ -502,36 +502,36 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_is_wrong_is_said(words, said, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_raise_a_one_line_error(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = told(capsys, *words)
+    code, out, err = run_demos(capsys, *arguments)
     assert (code, out) == (2, "")
-    assert said in err and "Traceback" not in err
+    assert message in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sparring.demos.record.record", interrupted)
-    code, out, err = told(capsys, "reach_d0", "--episodes", "1", "--output", str(tmp_path / "a"))
+    code, out, err = run_demos(capsys, "reach_d0", "--episodes", "1", "--output", str(tmp_path / "a"))
     assert (code, out, err) == (130, "", f"interrupted; the same command resumes the recording in '{tmp_path}/a'\n")
 
 
-def test_what_does_not_fit_on_the_disk_is_refused_after_the_first_block(tmp_path, monkeypatch):
+def test_a_recording_larger_than_the_disk_is_refused_after_the_first_block(tmp_path, monkeypatch):
     from sparring.demos import record as recording
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(recording.shutil, "disk_usage", lambda _: usage._replace(free=10**9))
     with pytest.raises(UserError, match="10000000 episodes of about .* but '.*' has 1.0 GB free; "):
         record(SHORT, 10_000_000, tmp_path / "much", quiet=True)
-    # what was recorded is not lost
+    # the recorded blocks are kept
     monkeypatch.undo()
     record(SHORT, 6, tmp_path / "much", quiet=True)
 
 
-def test_failures_are_told_apart_from_episodes_that_are_not_needed():
+def test_progress_counts_failures_but_not_surplus_episodes():
     from sparring.demos.record import _progress
 
     assert _progress(32, 32, 20) == "20 of 20 episodes"
@@ -539,18 +539,18 @@ def test_failures_are_told_apart_from_episodes_that_are_not_needed():
 
 
 @pytest.mark.parametrize(
-    "words", [["--noise", "much"], ["--episodes", "0"], ["--workers", "0"], ["--pixel-format", "x"]]
+    "arguments", [["--noise", "much"], ["--episodes", "0"], ["--workers", "0"], ["--pixel-format", "x"]]
 )
-def test_wrong_flags(words, capsys):
+def test_wrong_flags(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["demos", "lift_d0", *words])
-    assert stop.value.code == 2 and f"argument {words[0]}" in capsys.readouterr().err
+        main(["demos", "lift_d0", *arguments])
+    assert stop.value.code == 2 and f"argument {arguments[0]}" in capsys.readouterr().err
 
 
-def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch, capsys):
+def test_the_error_without_pyarrow_names_the_package_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    code, _, err = told(capsys, "reach_d0", "--episodes", "1")
+    code, _, err = run_demos(capsys, "reach_d0", "--episodes", "1")
     assert (code, err) == (
         2, 'sparring: datasets need pyarrow, which is not installed: pip install "sparring[demos]"\n'
     )  # fmt: skip
@@ -558,10 +558,10 @@ def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch, capsy
 
 
 def test_completion(capsys):
-    for words, offered in (
+    for arguments, offered in (
         (["demos", "sh"], "show"),
         (["demos", "li"], "lift_d0"),
         (["demos", "x", "--keep"], "--keep-failures"),
     ):
-        assert main(["__complete", *words]) == 0
+        assert main(["__complete", *arguments]) == 0
         assert offered in capsys.readouterr().out.split()

@@ -1,4 +1,4 @@
-"""Point clouds in demonstrations: recorded as the robots saw them, read whole or in part."""
+"""Point clouds in demonstrations: recorded as observed, read completely or in part."""
 
 import json
 
@@ -28,33 +28,33 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.parametrize("points", [None, 24, 7])
-def test_what_is_read_is_what_was_seen(recorded, points):
-    """Fewer than recorded are those that an env with fewer points shows."""
+def test_recorded_clouds_equal_the_observations(recorded, points):
+    """Fewer points than recorded equal those of an env with fewer points."""
     demos, count = Demonstrations(recorded, points=points), points or 24
     env = Tabletop(ENV.model_copy(update={"points": count}), 1, 4)
     for episode in range(3):
-        seen, td = env.reset(EpisodeSeeds(0, first_env=episode)), demos.episode(episode)
+        observation, td = env.reset(EpisodeSeeds(0, first_env=episode)), demos.episode(episode)
         assert td["observation", "points"].shape == (4, count, 6)
         for t in range(4):
-            assert np.array_equal(td["observation", "points"][t], seen["points"][0])
-            seen = env.step(td["action"][t].numpy()[None]).observation
+            assert np.array_equal(td["observation", "points"][t], observation["points"][0])
+            observation = env.step(td["action"][t].numpy()[None]).observation
     assert demos.points == count and demos.numbers(POINTS).shape == (12, count, 6)
     env.close()
 
 
-def test_they_can_be_left_out(recorded):
+def test_points_can_be_left_out(recorded):
     assert "points" not in Demonstrations(recorded, points=0).episode(0)["observation"]
 
 
-def test_the_files_say_so(recorded):
+def test_the_files_describe_the_points(recorded):
     info = json.loads((recorded / "meta/info.json").read_text())
     assert info["features"][POINTS] == {"dtype": "float32", "shape": [24, 6], "names": ["points", "x_y_z_r_g_b"]}
     assert "points     24 a step: x, y, z, r, g, b" in list(summary(Demonstrations(recorded)))
-    told, clouds = json.loads((recorded / "meta/stats.json").read_text())[POINTS], Demonstrations(recorded)
+    statistics, clouds = json.loads((recorded / "meta/stats.json").read_text())[POINTS], Demonstrations(recorded)
     every_point = clouds.numbers(POINTS).reshape(-1, 6)
-    np.testing.assert_allclose(told["mean"], every_point.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(told["max"], every_point.max(0))
-    assert told["count"] == [12]
+    np.testing.assert_allclose(statistics["mean"], every_point.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(statistics["max"], every_point.max(0))
+    assert statistics["count"] == [12]
 
 
 def test_statistics_of_many_clouds_keep_the_extremes():
@@ -65,7 +65,7 @@ def test_statistics_of_many_clouds_keep_the_extremes():
     np.testing.assert_allclose(found["q50"], 0.5, atol=0.05)
 
 
-def test_more_than_there_are_is_refused(recorded):
+def test_more_points_than_recorded_are_refused(recorded):
     with pytest.raises(UserError, match="points per step: expected 25, found 24"):
         Demonstrations(recorded, points=25)
 

@@ -1,4 +1,4 @@
-"""Stand-ins whose every number can be worked out by hand."""
+"""Backends and policies whose numbers can be computed by hand."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from sparring.policies.policy import Policy
 
 
 class CountingBackend:
-    """Observation: (env, episode, step). Reward of a step: 100 * env + step after it. `lengths[i]` steps an episode.
+    """Observation: (env, episode, step). Reward: 100 * env + step after the action. Episodes last `lengths[i]` steps.
 
     Even envs terminate, odd ones truncate.
     """
@@ -64,7 +64,7 @@ class CountingBackend:
 
 
 class LinearPolicy(Policy):
-    """value = 1000 * env + 10 * episode + step, action = noise; nothing to learn, everything to check."""
+    """value = 1000 * env + 10 * episode + step, action = noise."""
 
     in_keys = [("observation", "state")]
     noise_size = 1
@@ -73,7 +73,7 @@ class LinearPolicy(Policy):
         super().__init__()
         self.chunk = chunk
         self.bias = torch.nn.Parameter(torch.zeros(()))
-        self.asked_for_values: list[torch.Tensor] = []
+        self.value_inputs: list[torch.Tensor] = []
 
     def act(self, td):
         noise = td.get("noise", torch.zeros(*td.batch_size, 1))
@@ -86,7 +86,7 @@ class LinearPolicy(Policy):
         return td
 
     def value(self, td):
-        self.asked_for_values.append(td["observation", "state"].clone())
+        self.value_inputs.append(td["observation", "state"].clone())
         return self._value(td)
 
     def _value(self, td):
@@ -94,7 +94,7 @@ class LinearPolicy(Policy):
 
 
 class IdentityBackend:
-    """The smallest thing to learn: action = what you see. Reward 1 - |action - seen|, or 1 for the right choice."""
+    """The simplest task: action = observation. Reward: 1 - |action - observation|, or 1 for the right choice."""
 
     def __init__(self, num_envs: int = 16, choices: int = 0):
         self.num_envs, self.choices = num_envs, choices

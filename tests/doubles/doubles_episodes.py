@@ -1,4 +1,4 @@
-"""Episodes whose every number tells which episode and step it is of."""
+"""Episodes whose numbers identify their episode and step."""
 
 import torch
 from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""Robots whose simulator breaks when a file says so: in the middle of a run, in whichever process it is."""
+"""An env that fails when a file names a fault: during a run, in any process."""
 
 import os
 import time
@@ -14,15 +14,15 @@ from sparring.policies.actor_critic import ActorCritic
 
 class FailingConfig(Section):
     name: str = "doubles_failing:Failing"
-    # with a word in it: raise, raise 1 (in rank 1 alone), hang
+    # contains the fault: raise, raise 1 (in rank 1 only), hang, slow SECONDS, reset by peer, wrong numbers
     file: str = ""
-    # seconds that a step takes, and putting them away
+    # seconds of a step, and of close()
     slow: float = 0.0
     slow_close: float = 0.0
 
 
 class Failing:
-    """Shows what it was told to do before, and pays for doing the opposite. Tells who simulates, in `file`.pid."""
+    """Observes the last action; the reward is highest for its opposite. Writes its process id to `file`.pid."""
 
     def __init__(self, config: FailingConfig, num_envs: int, max_episode_steps: int | None = None):
         self.num_envs, self.slow, self.slow_close = num_envs, config.slow, config.slow_close
@@ -35,7 +35,7 @@ class Failing:
     def reset(self, seeds: EpisodeSeeds):
         self.seeds, self.episode, self.count = seeds, np.zeros(self.num_envs, int), np.zeros(self.num_envs, int)
         self.seen = self._first(range(self.num_envs))
-        return {"state": self.seen.astype(np.float64) if self._word() == "wrong numbers" else self.seen.copy()}
+        return {"state": self.seen.astype(np.float64) if self._fault() == "wrong numbers" else self.seen.copy()}
 
     def step(self, action):
         self._fail()
@@ -68,37 +68,37 @@ class Failing:
         self.episode, self.count, self.seen = (state[name].copy() for name in ("episode", "count", "seen"))
 
     def close(self):
-        self._tell("begins")
+        self._log_close("begins")
         time.sleep(self.slow_close)
-        self._tell("ends")
+        self._log_close("ends")
 
-    def _tell(self, what):
+    def _log_close(self, event):
         if self.file:
-            with open(f"{self.file}.closing", "a") as told:
-                print(what, file=told)
+            with open(f"{self.file}.closing", "a") as log:
+                print(event, file=log)
 
     def _first(self, envs):
         seeds = [self.seeds(int(env), int(self.episode[env])) for env in envs]
         return np.array([np.random.default_rng(seed).uniform(-1, 1, 2) for seed in seeds], np.float32)
 
-    def _word(self):
+    def _fault(self):
         return self.file.read_text() if self.file and self.file.exists() else ""
 
     def _fail(self):
-        word = self._word()
-        # in all processes, or in that of one rank
-        if word in ("raise", f"raise {os.environ.get('RANK')}"):
+        fault = self._fault()
+        # in all processes, or in one rank
+        if fault in ("raise", f"raise {os.environ.get('RANK')}"):
             raise ZeroDivisionError("the gripper fell off")
-        if word == "reset by peer":
+        if fault == "reset by peer":
             raise ConnectionResetError("the simulator has gone")
-        if word == "hang":
+        if fault == "hang":
             time.sleep(600)
-        if word.startswith("slow"):
-            time.sleep(float(word.split()[1]))
+        if fault.startswith("slow"):
+            time.sleep(float(fault.split()[1]))
 
 
-class Misremembers(ActorCritic):
-    """Scores its decisions as if it had wanted something else."""
+class InconsistentScores(ActorCritic):
+    """Scores its decisions with a shifted mean."""
 
     def evaluate(self, td):
         scored = super().evaluate(td)

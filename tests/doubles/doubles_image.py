@@ -1,4 +1,4 @@
-"""The identity task seen through a camera."""
+"""The identity task with camera observations."""
 
 import numpy as np
 from doubles import IdentityBackend
@@ -7,7 +7,7 @@ from sparring.contract import EnvSpec
 
 
 class BrightnessBackend(IdentityBackend):
-    """Two choices: the picture is dark (0) or bright (1)."""
+    """Two choices: the image is dark (0) or bright (1)."""
 
     def __init__(self, num_envs: int):
         super().__init__(num_envs, choices=2)

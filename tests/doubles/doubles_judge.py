@@ -1,4 +1,4 @@
-"""A world model that says of a transition what is written in it, so that every payment can be worked out by hand."""
+"""A world model that scores a transition by its action, so that intrinsic rewards can be computed by hand."""
 
 from collections import Counter
 
@@ -12,16 +12,16 @@ from sparring.world_models.world_model import WorldModel
 
 
 class JudgeConfig(Section):
-    """A world model that reads its verdicts from the state."""
+    """A world model that computes its scores from the action."""
 
-    weight: float = Field(1.0, description="what it starts from")
+    weight: float = Field(1.0, description="initial weight")
 
 
 class JudgingWorldModel(WorldModel):
     """error: |action|; entropy: 2 |action|; disagreement: 3 |action|; surprise: 4 |action|, of the first entry.
 
-    Memory [2]: decisions since the episode began, the sum of their first action entries; without the head camera the
-    second number is not remembered.
+    Memory [2]: decisions since the episode began, the sum of their first action entries (without the head camera the
+    sum stays).
     """
 
     memory_size = 2
@@ -42,8 +42,8 @@ class JudgingWorldModel(WorldModel):
         self.calls["score"] += 1
         self.entered.append(td["memory", "world_model"].clone())
         size = self.weight * td["action"][:, 0, 0].abs()
-        told = {name: k * size for k, name in enumerate(("error", "entropy", "disagreement", "surprise"), 1)}
-        return TensorDict(told | {"accuracy": 1 - size, "memory": self._after(td, without)}, [len(td)])
+        scores = {name: k * size for k, name in enumerate(("error", "entropy", "disagreement", "surprise"), 1)}
+        return TensorDict(scores | {"accuracy": 1 - size, "memory": self._after(td, without)}, [len(td)])
 
     def predict(self, td, without=()):
         """The last frame and the first entry of the memory, in the red of every pixel."""

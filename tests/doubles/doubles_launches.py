@@ -1,4 +1,4 @@
-"""What the kernels of acting do, in plain torch: same arguments, same buffers."""
+"""The inference kernels in plain torch, with the same arguments and buffers."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""A policy whose memory can be worked out by hand, and an env in which only a memory helps."""
+"""A policy whose memory can be computed by hand, and an env that needs a memory."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ DECISIONS = 4
 
 
 class CountingPolicy(LinearPolicy):
-    """Remembers how many decisions of the episode it took, and the sum of the steps it saw; its value adds 0.5 each."""
+    """Memory: decisions of the episode, and the sum of their steps; each decision adds 0.5 to the value."""
 
     in_keys = [("observation", "state"), POLICY_MEMORY]
     memory_size = 2
@@ -25,9 +25,9 @@ class CountingPolicy(LinearPolicy):
 
 
 class CueBackend:
-    """The state is -1 or 1 at first and 0 from then on. Later decisions are paid 1 - |action - what it was|.
+    """The state is a cue of -1 or 1 at first, then 0. The reward of later decisions is 1 - |action - cue|.
 
-    So nobody who does not remember gets more than 0 for them, whatever they do.
+    A policy without memory has an expected reward of at most 0.
     """
 
     def __init__(self, num_envs: int):
@@ -40,14 +40,14 @@ class CueBackend:
         return self._begin()
 
     def step(self, action):
-        paid = 1 - np.abs(action[:, :, 0] - self.cue) if self.count else np.zeros((self.num_envs, 1))
+        reward = 1 - np.abs(action[:, :, 0] - self.cue) if self.count else np.zeros((self.num_envs, 1))
         self.count += 1
         done = np.full(self.num_envs, self.count == DECISIONS)
         none, ended = np.zeros(self.num_envs, bool), np.flatnonzero(done)
         final = {"state": np.zeros((len(ended), 1), np.float32)}
         seen = self._begin() if done.all() else {"state": np.zeros((self.num_envs, 1), np.float32)}
         executed = np.ones(self.num_envs, np.int64)
-        return Step(seen, paid.astype(np.float32), executed, done, none, none, ended, final)
+        return Step(seen, reward.astype(np.float32), executed, done, none, none, ended, final)
 
     def record(self, envs): ...
 

@@ -1,4 +1,4 @@
-"""A world small enough for a world model to learn in seconds: a bright square that actions push left and right."""
+"""Images that a world model learns in seconds: a bright square that actions push left and right."""
 
 import torch
 from tensordict import TensorDict
@@ -7,7 +7,7 @@ from sparring.contract import EnvSpec
 from sparring.world_models.configs import TokenWorldModelConfig
 from sparring.world_models.world_model import make_world_model
 
-SIDE, PLACES = 32, 4
+SIDE, COLUMNS = 32, 4
 SPEC = EnvSpec(
     {
         "image/head": ((3, SIDE, SIDE), "uint8"),
@@ -22,29 +22,29 @@ SPEC = EnvSpec(
 
 
 def moving_windows(rows: int, steps: int, seed: int = 0, chunk: int = 2) -> TensorDict:
-    """[B, T]: the square goes right where the action is positive, else left; the wrist camera sees it from below.
+    """[B, T]: a positive action moves the square right, a negative one left; the wrist camera draws it lower.
 
-    Reward: 1 at the rightmost place. State: (place, 1).
+    Reward: 1 in the rightmost column. State: (column, 1).
     """
     generator = torch.Generator().manual_seed(seed)
     push = torch.randint(0, 2, (rows, steps), generator=generator) * 2 - 1
-    place = torch.randint(0, PLACES, (rows,), generator=generator)
-    places = [place]
+    column = torch.randint(0, COLUMNS, (rows,), generator=generator)
+    columns = [column]
     for t in range(steps):
-        place = (place + push[:, t]).clamp(0, PLACES - 1)
-        places.append(place)
+        column = (column + push[:, t]).clamp(0, COLUMNS - 1)
+        columns.append(column)
     # [B, T+1]
-    place = torch.stack(places, 1)
+    column = torch.stack(columns, 1)
     observation = TensorDict(
         {
-            "image": {"head": drawn(place, top=0), "wrist": drawn(place, top=16)},
-            "state": torch.stack([place.float(), torch.ones_like(place).float()], -1),
-            "task": torch.zeros_like(place),
+            "image": {"head": drawn(column, top=0), "wrist": drawn(column, top=16)},
+            "state": torch.stack([column.float(), torch.ones_like(column).float()], -1),
+            "task": torch.zeros_like(column),
         },
         [rows, steps + 1],
     )
     reward = torch.zeros(rows, steps, chunk)
-    reward[..., -1] = (place[:, 1:] == PLACES - 1).float()
+    reward[..., -1] = (column[:, 1:] == COLUMNS - 1).float()
     no = torch.zeros(rows, steps, dtype=torch.bool)
     following = {"observation": observation[:, 1:], "reward": reward, "terminated": no, "success": no.clone()}
     first = no.clone()
@@ -54,12 +54,12 @@ def moving_windows(rows: int, steps: int, seed: int = 0, chunk: int = 2) -> Tens
     return TensorDict(windows, [rows, steps])
 
 
-def drawn(place: torch.Tensor, top: int) -> torch.Tensor:
-    """[...] -> uint8 [..., 3, 32, 32]: 8 x 8 bright pixels in a column of eight."""
-    columns = torch.arange(SIDE) // 8 == place[..., None]
-    rows = (torch.arange(SIDE) >= top) & (torch.arange(SIDE) < top + 8)
-    square = (columns[..., None, :] & rows[:, None])[..., None, :, :]
-    return (square.expand(*place.shape, 3, SIDE, SIDE) * 200 + 30).to(torch.uint8)
+def drawn(column: torch.Tensor, top: int) -> torch.Tensor:
+    """[...] -> uint8 [..., 3, 32, 32]: a bright square of 8 x 8 pixels."""
+    is_column = torch.arange(SIDE) // 8 == column[..., None]
+    is_row = (torch.arange(SIDE) >= top) & (torch.arange(SIDE) < top + 8)
+    square = (is_column[..., None, :] & is_row[:, None])[..., None, :, :]
+    return (square.expand(*column.shape, 3, SIDE, SIDE) * 200 + 30).to(torch.uint8)
 
 
 SIZES = {"channels": 16, "width": 32, "layers": 1, "heads": 2, "members": 2, "memory_channels": 4}

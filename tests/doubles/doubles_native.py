@@ -1,8 +1,8 @@
-"""Native VLAs that take no time, and what they are shown."""
+"""Small native VLAs, and an env and inputs for them."""
 
 import numpy as np
 import torch
-from parity_cases import DIMS, REPLAY, STATE, Drifting
+from parity_cases import DIMS, REPLAY, STATE, RandomEnv
 from torch import nn
 
 from sparring.collect.collector import Collector
@@ -34,8 +34,8 @@ SMALL = {
 SIZES = Sizes(layers=2, vocabulary=300, **SMALL)
 
 
-class Instructed(Drifting):
-    """Two cameras of a size that is resized, and one of three instructions for each robot."""
+class Instructed(RandomEnv):
+    """Two cameras with images that the model must resize, and one of three instructions for each robot."""
 
     def __init__(self, num_envs: int, padding: int = 0):
         super().__init__(num_envs, padding, images=True)
@@ -65,7 +65,7 @@ def make_native(spec=None, chunk=4, **config) -> NativeVLA:
 
 
 def shake(model: nn.Module) -> None:
-    """Away from the start, where the velocity is zero and nothing matters."""
+    """Replace zero weights, with which the velocity would be zero for all inputs."""
     for parameter in model.parameters():
         if parameter.abs().max() == 0:
             nn.init.normal_(parameter, std=0.2)

@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, without training."""
+"""Run folders like those that training writes, without training."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def write_lines(path: Path, lines: list[dict], mode: str = "w") -> None:
 
 
 def make_run(folder: Path, seed: int = 0, updates: int = 20, pictures: bool = False, **status) -> Path:
-    """As the recorder writes it."""
+    """A run folder in the recorder's format."""
     folder.mkdir(parents=True)
     config = load_config({"seed": seed, "output": str(folder)})
     (folder / "config.yaml").write_text(config.to_yaml())
@@ -112,17 +112,17 @@ def make_run(folder: Path, seed: int = 0, updates: int = 20, pictures: bool = Fa
 
 
 def add_pictures(folder: Path) -> None:
-    """Two videos of two seconds that an index tells of, and a strip."""
+    """Two videos of two seconds with an index, and a sample image."""
     frames = [np.full((32, 64, 3), 10 * i, np.uint8) for i in range(20)]
     for number in (0, 1):
         _write_video(folder / "videos" / f"episode_000160_{number}.mp4", frames, 10)
-    told = {"kind": "evaluation", "update": 20, "episode": 160, "task": "reach_d0", "reward": 3.5, "steps": 20}
-    told |= {"cameras": ["head"], "strip": None}
+    video = {"kind": "evaluation", "update": 20, "episode": 160, "task": "reach_d0", "reward": 3.5, "steps": 20}
+    video |= {"cameras": ["head"], "strip": None}
     write_lines(
         folder / "videos" / "index.jsonl",
         [
-            told | {"file": "videos/episode_000160_0.mp4", "success": True},
-            told | {"file": "videos/episode_000160_1.mp4", "success": False},
+            video | {"file": "videos/episode_000160_0.mp4", "success": True},
+            video | {"file": "videos/episode_000160_1.mp4", "success": False},
         ],
     )
     write_png(folder / "samples" / "episode_0160_pred_vs_gt.png", np.full((8, 16, 3), 200, np.uint8))

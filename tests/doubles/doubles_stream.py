@@ -1,4 +1,4 @@
-"""Transitions without an env: every number says when and where it belongs."""
+"""Transitions without an env, whose numbers identify their step and env."""
 
 import torch
 from tensordict import TensorDict
@@ -12,7 +12,7 @@ class Stream:
 
     def step(self, ends: list[str] | None = None) -> TensorDict:
         """The next transition [N]; `ends[n]` is "terminated", "truncated" or anything else."""
-        ends = ends or ["go on"] * self.envs
+        ends = ends or ["continue"] * self.envs
         terminated, truncated = (torch.tensor([e == name for e in ends]) for name in ("terminated", "truncated"))
         before, self.clock = self.root(), self.clock + 1
         after = self.root()["observation"].clone()

@@ -1,15 +1,15 @@
-"""VLA models small enough to know by heart, and an env that shows all they read."""
+"""Small VLA models, correct and faulty ones."""
 
 import torch
 from parity_cases import DIMS, STATE
 from torch import nn
-from vla_cases import INSTRUCTIONS, Flows, Plain, Samples, Seeing  # noqa: F401 (tests name them by this module)
+from vla_cases import INSTRUCTIONS, Flows, Plain, RandomCameraEnv, Samples  # noqa: F401 (tests name them by this module)
 
 from sparring.policies.configs import VLAConfig
 
 
-class Told(Plain):
-    """Is told whether to draw."""
+class TakesDeterministic(Plain):
+    """Takes `deterministic`: the mean instead of a sample."""
 
     def forward(self, observations, deterministic=False):
         distribution = self.distribution(observations)
@@ -17,7 +17,7 @@ class Told(Plain):
 
 
 class OneCamera(Samples):
-    """Sees one camera of 32 pixels."""
+    """Reads one camera of 32 pixels."""
 
     def __init__(self, action_dim: int, proprio_dim: int):
         super().__init__(action_dim, proprio_dim)
@@ -25,23 +25,23 @@ class OneCamera(Samples):
 
 
 class Sized(Samples):
-    """Says how many numbers its actions have."""
+    """Has an attribute `action_dim`."""
 
     def __init__(self, action_dim: int):
         super().__init__(action_dim)
         self.action_dim = action_dim
 
 
-class Spare(Samples):
-    """Has a layer that nothing reads."""
+class UnusedLayer(Samples):
+    """Has a layer that no output depends on."""
 
     def __init__(self, action_dim: int = DIMS, proprio_dim: int = STATE):
         super().__init__(action_dim, proprio_dim)
         self.spare = nn.Linear(16, 16)
 
 
-class Lies(Samples):
-    """Draws from a wider normal than it scores."""
+class SamplesWider(Samples):
+    """Samples from a wider normal than it scores with."""
 
     def sample(self, observations, noise):
         mean, std = self.distribution(observations).mean, 1.1 * self.log_std.exp()
@@ -50,7 +50,7 @@ class Lies(Samples):
 
 
 class DropsOut(Samples):
-    """Forgets to be still when it scores."""
+    """Applies dropout in evaluate_actions, although the model is in eval mode."""
 
     def evaluate_actions(self, observations, actions):
         log_prob, entropy = super().evaluate_actions(observations, actions)
@@ -69,8 +69,8 @@ class StepByStep(Samples):
         return super().sample(observations, noise)[0]
 
 
-class Mute(Plain):
-    """Always does the same."""
+class AlwaysMean(Plain):
+    """Its actions are deterministic."""
 
     def forward(self, observations):
         return self.distribution(observations).mean
@@ -96,13 +96,13 @@ class WholeConfig(Samples):
 
 
 class ConfigAndMore(Samples):
-    """Takes some settings as one dict, and others beside it."""
+    """Takes some settings as one dict, and others as arguments."""
 
     def __init__(self, config, action_dim: int):
         super().__init__(action_dim, **config)
 
 
-class Fussy(Samples):
+class RaisesInInit(Samples):
     def __init__(self, action_dim: int):
         raise ValueError("no")
 

@@ -1,4 +1,4 @@
-"""A world model whose every number can be worked out by hand."""
+"""A world model whose numbers can be computed by hand."""
 
 from collections import Counter
 
@@ -12,13 +12,13 @@ from sparring.world_models.world_model import WorldModel
 
 
 class CopyingConfig(Section):
-    """A world model that copies."""
+    """A world model that predicts a copy of the last frame."""
 
-    brighter: float = Field(0.0, description="what it starts from")
+    brighter: float = Field(0.0, description="initial brightness")
 
 
 class CopyingWorldModel(WorldModel):
-    """Predicts the last frame, a bit `brighter` (in 1/255), which is all it learns; a token is a whole picture.
+    """Predicts the last frame, `brighter` by some 1/255, its only parameter; a token is a whole image.
 
     Memory: decisions since the episode began, and the sum of their first action entries.
     """
@@ -60,10 +60,10 @@ class CopyingWorldModel(WorldModel):
         pictures = td["observation", "image"]
         brighter = {c: (pictures[c] + self.brighter).round().clamp(0, 255).to(torch.uint8) for c in self.cameras}
         nothing = torch.zeros(len(td))
-        told = {"reward": nothing, "terminated": nothing, "success": nothing}
+        heads = {"reward": nothing, "terminated": nothing, "success": nothing}
         state = td["observation"].get("state", torch.zeros(len(td), 1))
         memory = self._entered(td) + self._seen(td)
-        return TensorDict({"image": brighter, "state": state + 0 * self.brighter, "memory": memory} | told, [len(td)])
+        return TensorDict({"image": brighter, "state": state + 0 * self.brighter, "memory": memory} | heads, [len(td)])
 
     def score(self, td, without=()):
         self.calls["score"] += 1
@@ -71,19 +71,19 @@ class CopyingWorldModel(WorldModel):
         self.calls["predict"] -= 1
         true = td["next", "observation", "image"]
         wrong = torch.stack([(predicted[c] != true[c]).flatten(1).any(1).float() for c in self.cameras]).mean(0)
-        told = {"error": wrong + td["action"][:, 0, 0].abs(), "accuracy": 1 - wrong}
-        told |= {name: torch.zeros(len(td)) for name in ("entropy", "disagreement", "surprise")}
-        return TensorDict(told | {"memory": self._entered(td) + self._seen(td)}, [len(td)])
+        heads = {"error": wrong + td["action"][:, 0, 0].abs(), "accuracy": 1 - wrong}
+        heads |= {name: torch.zeros(len(td)) for name in ("entropy", "disagreement", "surprise")}
+        return TensorDict(heads | {"memory": self._entered(td) + self._seen(td)}, [len(td)])
 
     def correct_tokens(self, td):
         self.calls["correct_tokens"] += 1
         predicted, now, true = self.predict(td)["image"], td["observation", "image"], td["next", "observation", "image"]
         self.calls["predict"] -= 1
-        told = {
+        heads = {
             name: torch.stack([(pictures[c] == true[c]).flatten(1).all(1) for c in self.cameras], 1)
             for name, pictures in (("right", predicted), ("copied", now))
         }
-        return TensorDict(told, [len(td)])
+        return TensorDict(heads, [len(td)])
 
     def reconstruct(self, td):
         self.calls["reconstruct"] += 1

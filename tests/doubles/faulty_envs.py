@@ -1,4 +1,4 @@
-"""Twenty ways in which a gymnasium env goes wrong: env.name=faulty_envs:Faulty env.kwargs.how=HOW."""
+"""Twenty faults of a gymnasium env: env.name=faulty_envs:Faulty env.kwargs.how=HOW."""
 
 import ctypes
 import os
@@ -13,16 +13,16 @@ import numpy as np
 FAULTS = ["hang in reset", "hang in step", "hang in close", "hang in render", "hang in C", "slow", "exit", "kill"]
 FAULTS += ["segfault", "raise in __init__", "raise in reset", "raise in step", "raise in close", "raise in render"]
 FAULTS += ["nan", "wrong shape", "no reward", "endless", "child", "ctrl-c"]
-# more of the kinds above
+# variants of the faults above
 VARIANTS = ["hang in C with the lock", "stubborn child", "inf", "wrong dtype", "nan reward", "shape changes", "prints"]
 VARIANTS += ["sys.exit"]
-# of tests only: "generator exit", "memory", "returns nothing", "only its observation in reset"
+# only used in tests: "generator exit", "memory", "returns nothing", "only its observation in reset"
 
 
 class Faulty(gymnasium.Env):
-    """Goes wrong in step `at` of its life, in its first reset after that, or when it is drawn or closed.
+    """Fails in step `at` (counted over all episodes), in the first reset after it, or in render() or close().
 
-    The file named by $FAULTY_SINCE is made when that happens first.
+    It creates the file that $FAULTY_SINCE names when it first fails.
     """
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
@@ -38,12 +38,12 @@ class Faulty(gymnasium.Env):
         self.steps = 0
         if self.count >= self.at:
             self._fail("reset")
-        return self._look() if self.how == "only its observation in reset" else (self._look(), {})
+        return self._observe() if self.how == "only its observation in reset" else (self._observe(), {})
 
     def step(self, action):
         self.count += 1
         self.steps += 1
-        observation, reward = self._look(), float(-np.abs(action).sum())
+        observation, reward = self._observe(), float(-np.abs(action).sum())
         if self.count >= self.at:
             self._fail("step")
             self._go_wrong()
@@ -62,30 +62,30 @@ class Faulty(gymnasium.Env):
     def close(self):
         self._fail("close")
 
-    def _look(self):
+    def _observe(self):
         return self.np_random.uniform(-1, 1, 4).astype(np.float32)
 
     def _fail(self, where: str) -> None:
         if self.how.endswith(f" in {where}"):
-            self._tell()
+            self._mark_fault()
         if self.how == f"hang in {where}":
             time.sleep(100_000)
         if self.how == f"raise in {where}":
             raise ValueError("the motor is on fire")
 
-    def _tell(self) -> None:
+    def _mark_fault(self) -> None:
         if file := os.environ.get("FAULTY_SINCE"):
             with open(file, "a"):
                 pass
 
     def _go_wrong(self) -> None:
-        self._tell()
+        self._mark_fault()
         if self.how == "hang in C":
-            # locked twice: no signal ends this
+            # locks a mutex twice: no signal ends this wait
             lock, take = ctypes.create_string_buffer(256), ctypes.CDLL(None).pthread_mutex_lock
             take(lock), take(lock)
         if self.how == "hang in C with the lock":
-            # no thread of Python runs meanwhile
+            # holds the GIL: no other Python thread runs
             ctypes.PyDLL(None).pause()
         if self.how == "slow":
             time.sleep(1)
@@ -98,7 +98,7 @@ class Faulty(gymnasium.Env):
         if self.how == "child" and self.count == self.at:
             subprocess.Popen(["sleep", "100000"])
         if self.how == "stubborn child" and self.count == self.at:
-            # orphaned at once; SIGTERM does not end it
+            # an orphan that ignores SIGTERM
             subprocess.run(["sh", "-c", "trap '' TERM; sleep 100000 &"], check=True)
         if self.how == "prints":
             sys.stdout.write("x" * 50_000_000 + "\n")

@@ -1,4 +1,4 @@
-"""A `sparring` command in a fork of this process, which has imported what it needs: it starts at once."""
+"""Runs a `sparring` command in a fork of this process, which has already imported the packages."""
 
 import os
 import resource
@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 
 def fork(argv: list[str], seconds: float, act: Callable | None = None) -> tuple[int | None, str]:
-    """Exit code and output of a `sparring` command, or of `act(argv)`; -signal where one ended it, None where nothing
-    did in time."""
+    """Exit code and output of a `sparring` command, or of `act(argv)`; -signal if a signal ended it, None after a
+    timeout."""
     with tempfile.TemporaryFile() as out:
         child = os.fork()
         if child == 0:
-            _be(argv, out.fileno(), act)
+            _run_child(argv, out.fileno(), act)
         end, done, status = time.monotonic() + seconds, 0, 0
         while not done and time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -28,7 +28,7 @@ def fork(argv: list[str], seconds: float, act: Callable | None = None) -> tuple[
         return os.waitstatus_to_exitcode(status) if done else None, out.read().decode(errors="replace")
 
 
-def _be(argv: list[str], out: int, act: Callable | None) -> None:
+def _run_child(argv: list[str], out: int, act: Callable | None) -> None:
     code = 1
     try:
         os.setsid()

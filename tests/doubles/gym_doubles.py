@@ -1,4 +1,4 @@
-"""Small gymnasium envs whose every number can be told in advance."""
+"""Small gymnasium envs whose numbers can be computed by hand."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 
 class Counter(gymnasium.Env):
-    """Shows [steps so far, seed of the episode mod 1000, last action]; pays 10 * steps; ends at `length`."""
+    """Observation: [steps so far, seed of the episode mod 1000, last action]; reward: 10 * steps; ends at `length`."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
@@ -26,14 +26,14 @@ class Counter(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count, self.seed, self.action = 0, seed, -1.0
-        return self._look(), {}
+        return self._observe(), {}
 
     def step(self, action):
         assert action.shape == (1,) and action.dtype == np.float32
         self.count += 1
         self.action = float(action[0])
         ended = self.count >= self.length
-        return self._look(), 10.0 * self.count, ended and not self.truncates, ended and self.truncates, {}
+        return self._observe(), 10.0 * self.count, ended and not self.truncates, ended and self.truncates, {}
 
     def render(self):
         return np.full((4, 6, 3), self.count, np.uint8)
@@ -44,12 +44,12 @@ class Counter(gymnasium.Env):
     def set_state(self, state):
         self.count, self.seed, self.action = state["count"], state["seed"], state["action"]
 
-    def _look(self):
+    def _observe(self):
         return np.array([self.count, self.seed % 1000, self.action])
 
 
 class Succeeds(Counter):
-    """Says so in info, under the given key, from step 2 on."""
+    """Reports success in info, under the given key, from step 2 on."""
 
     def __init__(self, key: str = "success", **kwargs):
         super().__init__(**kwargs)
@@ -61,26 +61,26 @@ class Succeeds(Counter):
 
 
 class HasImported(Counter):
-    """Shows whether its process has imported a module, after whether it has `sys`."""
+    """Observation: whether its process has imported `sys`, and whether it has imported `module`."""
 
     def __init__(self, module: str = "", **kwargs):
         super().__init__(**kwargs)
         self.module = module
 
-    def _look(self):
+    def _observe(self):
         return np.array(["sys" in sys.modules, self.module in sys.modules, 0.0])
 
 
 class Breaks(Counter):
-    """In step `length`: raises, shows NaN, pays inf or 1e30, or takes its process along. `only_seed` picks the env."""
+    """In step `length`: raises, returns NaN, inf or 1e30, or ends its process. `only_seed` selects the env."""
 
     def __init__(self, how: str, length: int = 2, only_seed: int | None = None, **kwargs):
         super().__init__(length=10_000, **kwargs)
-        self.how, self.moment, self.only_seed = how, length, only_seed
+        self.how, self.fault_step, self.only_seed = how, length, only_seed
 
     def step(self, action):
         observation, reward, *rest = super().step(action)
-        if self.count == self.moment and self.only_seed in (None, self.seed):
+        if self.count == self.fault_step and self.only_seed in (None, self.seed):
             if self.how == "raise":
                 raise ZeroDivisionError("the gripper fell off")
             if self.how == "kill":
@@ -96,7 +96,7 @@ class Breaks(Counter):
 
 
 class HasSimulator(Counter):
-    """A process of its own, whose number it shows in place of the steps, and which it asks to end."""
+    """Starts a process, whose id it observes in place of the steps; close() ends it."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -106,7 +106,7 @@ class HasSimulator(Counter):
         self.simulator.terminate()
         self.simulator.wait()
 
-    def _look(self):
+    def _observe(self):
         return np.array([self.simulator.pid, 0.0, 0.0])
 
 
@@ -116,24 +116,24 @@ class CannotDraw(Counter):
 
 
 class HasNoOpenGL(Counter):
-    """As gymnasium's MuJoCo envs where no OpenGL is: a second try in a process would end it."""
+    """Like gymnasium's MuJoCo envs without OpenGL: a second attempt would end the process."""
 
     tries = 0
 
     def render(self):
         HasNoOpenGL.tries += 1
-        # as MuJoCo's window library
+        # like MuJoCo's window library
         warnings.warn_explicit("no display", RuntimeWarning, "glfw/__init__.py", 1, "glfw")
         raise mujoco.FatalError("no OpenGL")
 
 
-class CannotDrawItself(Counter):
+class RenderRaises(Counter):
     def render(self):
         raise KeyError("camera")
 
 
-class DrawsWhenAsked(Counter):
-    """As gymnasium's own envs: in the mode that it has when it draws."""
+class RendersInItsMode(Counter):
+    """Like gymnasium's own envs: render() depends on the current render_mode."""
 
     def render(self):
         return super().render() if self.render_mode == "rgb_array" else None
@@ -144,15 +144,15 @@ class Wrapped(gymnasium.Wrapper):
 
 
 def make_env(length: int = 3):
-    return Wrapped(DrawsWhenAsked(length))
+    return Wrapped(RendersInItsMode(length))
 
 
 def make_env_in_mode(render_mode: str = "human"):
-    return Wrapped(DrawsWhenAsked(render_mode=render_mode))
+    return Wrapped(RendersInItsMode(render_mode=render_mode))
 
 
 class Shows(gymnasium.Env):
-    """An env that shows one fixed value of any space."""
+    """An env with a fixed observation of any space."""
 
     action_space = spaces.Discrete(3, start=5)
 

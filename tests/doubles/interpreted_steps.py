@@ -1,6 +1,6 @@
-"""Run by test_native_forward.py: the kernels by Triton's interpreter on the CPU, against the plain network.
+"""Run by test_native_forward.py: compares the kernels, in Triton's interpreter on the CPU, with the plain network.
 
-Prints how far each case is from it, relative to the largest velocity. The interpreter knows no bf16: fp16 stands in.
+Prints the largest difference of each case, relative to the largest velocity. The interpreter lacks bf16; fp16 is used.
 """
 
 import json
@@ -22,7 +22,7 @@ def difference(model, memory: bool) -> float:
     expected = model.velocity(x, t, model.prefix(inputs))
     own = HopperForward(model, 9, lambda function: function)
     cache = own.prefix(inputs)
-    # what a step leaves in the cache does not matter to the next
+    # a step must not depend on what the previous one left in the cache
     own.velocity(x + 1, t, cache)
     velocity = own.velocity(x, t, cache)
     assert not own._kernels.counters.any()
@@ -31,7 +31,7 @@ def difference(model, memory: bool) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    # on CPUs torch has another activation there
+    # this activation differs on CPUs
     kernels._gelu_product = PlainKernels.gelu_product
     tables, found = dict(kernels.TILES), {}
     sizes = {"layers": 2, "width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}

@@ -1,4 +1,4 @@
-"""What tests know of the names of metrics."""
+"""The documented names of metrics."""
 
 from collections.abc import Iterable
 
@@ -10,5 +10,5 @@ BEGINNINGS = tuple(f"{group}{prefix}" for prefix, (group, _) in FAMILIES.items()
 
 
 def unexplained(keys: Iterable[str]) -> list[str]:
-    """Those keys of a line of episode_metrics.jsonl that record/names.py, and so docs/metrics.md, says nothing of."""
+    """Keys of a line of episode_metrics.jsonl that are not in record/names.py, and therefore not in docs/metrics.md."""
     return [key for key in keys if key not in KNOWN and not key.startswith(BEGINNINGS)]

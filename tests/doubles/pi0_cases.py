@@ -1,10 +1,10 @@
-"""What the tests of pi0 share: an env with cameras and instructions, policies of the tiny checkpoint, rollouts."""
+"""Helpers for tests of pi0: an env with cameras and instructions, policies of the tiny checkpoint, rollouts."""
 
 import copy
 
 import numpy as np
 import torch
-from parity_cases import Drifting
+from parity_cases import RandomEnv
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
@@ -20,8 +20,8 @@ INSTRUCTIONS = ("push the block", "lift it", "stack the red block onto the green
 LORA = {"lora_r": 2, "lora_alpha": 4, "lora_dropout": 0.5}
 
 
-class Told(Drifting):
-    """The parity cases' env with two cameras and instructions."""
+class Cameras(RandomEnv):
+    """The env of the parity cases with two cameras and instructions."""
 
     def __init__(self, num_envs: int, padding: int = 0):
         super().__init__(num_envs, padding=padding)
@@ -44,11 +44,11 @@ class Told(Drifting):
 
 def make(checkpoint, spec=None, chunk=3, stir=True, **settings):
     torch.manual_seed(0)
-    policy = PI0Policy(PI0PolicyConfig(model_path=str(checkpoint), **settings), spec or Told(1).spec, chunk).eval()
+    policy = PI0Policy(PI0PolicyConfig(model_path=str(checkpoint), **settings), spec or Cameras(1).spec, chunk).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in policy.named_parameters() if stir else ():
-            # away from the start, where adapters and noise nets change nothing
+            # adapters and noise nets start at zero and would have no effect
             if parameter.abs().max() == 0 and not name.startswith("critic"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return policy
@@ -56,7 +56,7 @@ def make(checkpoint, spec=None, chunk=3, stir=True, **settings):
 
 def seen(batch=5, spec=None, seed=0):
     rng = np.random.default_rng(seed)
-    shapes = (spec or Told(1).spec).observation
+    shapes = (spec or Cameras(1).spec).observation
     made = {
         name: rng.integers(0, 3 if name == "task" else 256, (batch, *shape)).astype(kind)
         if kind != "float32"
@@ -70,13 +70,13 @@ def seen(batch=5, spec=None, seed=0):
 
 
 def rollout(policy, num_envs=4, decisions=32, padding=0):
-    env, buffer = Env(Told(num_envs, padding), "cpu"), RolloutBuffer(decisions // num_envs)
+    env, buffer = Env(Cameras(num_envs, padding), "cpu"), RolloutBuffer(decisions // num_envs)
     Collector(env, policy, seed=0, chunk=policy.chunk).collect(buffer)
     return buffer
 
 
 def update(policy, **ppo):
-    """One of PPO: the names of the tensors that it changed, and its metrics."""
+    """One PPO update: the names of the tensors that it changed, and its metrics."""
     algorithm = PPO(PPOConfig(mini_batch_size=16, ppo_epochs=1, policy_lr=1e-2, critic_lr=1e-2, **ppo), policy)
     before = copy.deepcopy(policy.state_dict())
     metrics = algorithm.update(rollout(policy).rollout(), 0.0)

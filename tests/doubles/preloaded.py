@@ -1,9 +1,9 @@
-"""Processes that are forked from an interpreter that has imported torch already.
+"""Starts processes as forks of an interpreter that has already imported torch.
 
-A fresh one takes two seconds of a core to import it, in each of the hundred processes that the tests start. A test
-process has a server, a fresh interpreter that has imported what a run needs and has neither threads nor state; `Popen`
-asks it to fork. The new process gets the arguments, environment, folder and files that were asked for, and is made a
-child of who asked: signals, exit codes and psutil work as with any other. All else is started as usual.
+Importing torch takes two seconds of a core, in each of the hundred processes that the tests start. Each test process
+has a server, a new interpreter that has imported the modules of a run and has neither threads nor state; `Popen`
+requests a fork from it. The new process gets the requested arguments, environment, folder and files, and becomes a
+child of the requesting process: signals, exit codes and psutil work as usual. All other processes start as usual.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ import types
 
 IMPORTED = ["accelerate", "gymnasium", "tensordict", "sparring.cli.train", "sparring.runs.dry_run"]
 IMPORTED += ["sparring.envs.tabletop.backend", "sparring.evaluation.of_run", "sparring.phases.finetune"]
-# tests show that these never import torch
+# modules that never import torch, as tests check
 LIGHT = {"sparring.envs.worker_main"}
 # options of Linux's prctl
 SUBREAPER, NAME = 36, 15
@@ -33,7 +33,7 @@ Real = subprocess.Popen
 
 
 def start_server() -> socket.socket:
-    """Where `Popen` asks; the server ends when this is closed."""
+    """The socket for requests of `Popen`; the server ends when it is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = f"import preloaded; preloaded.run_as_server({theirs.fileno()})"
     silent = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
@@ -43,10 +43,10 @@ def start_server() -> socket.socket:
 
 
 class Popen(Real):
-    """As `subprocess.Popen`; `python -m ...` and `python -c ...` are forked from the server."""
+    """Like `subprocess.Popen`, but `python -m ...` and `python -c ...` are forked from the server."""
 
     server: socket.socket
-    asking = threading.Lock()
+    request_lock = threading.Lock()
 
     def _execute_child(self, *given):
         named = inspect.signature(Real._execute_child).bind(self, *given).arguments
@@ -55,8 +55,8 @@ class Popen(Real):
             return
         pipes = [named[end] for end in ("p2cread", "c2pwrite", "errwrite")]
         numbers = [number if pipe < 0 else pipe for number, pipe in enumerate(pipes)]
-        with self.asking:
-            # a process whose parent has ended becomes a child of this one, for the moment
+        with self.request_lock:
+            # during the request, a process whose parent has ended becomes a child of this one
             _prctl(SUBREAPER, 1)
             try:
                 socket.send_fds(self.server, [pickle.dumps(job)], [*numbers, *named["pass_fds"]])
@@ -69,7 +69,7 @@ class Popen(Real):
 
 
 def _job_of(named: dict) -> dict | None:
-    """What the server is asked for; None: it takes a fresh interpreter, or another program."""
+    """The request to the server; None: the command needs a new interpreter, or is another program."""
     words = list(map(str, named["args"])) if isinstance(named["args"], (list, tuple)) else [named["args"]]
     flags = []
     while words[1:] and words[1] in ("-u", "-P", "-X"):
@@ -98,7 +98,7 @@ def _prctl(option: int, value) -> None:
 def run_as_server(number: int) -> None:
     for module in IMPORTED:
         __import__(module)
-    # no memory is copied to look for garbage among what was imported, nor to take it down at the end
+    # garbage collection would touch, and so copy, the memory of the imported modules
     gc.freeze()
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     library = [path for path in sys.path if path and path not in own]
@@ -108,8 +108,8 @@ def run_as_server(number: int) -> None:
 
 
 def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
-    """Fork for whoever asks, until nobody is there to ask. This returns in the new processes only."""
-    # it is in the group of who asks, but only the end of that one ends it
+    """Fork for each request, until the other end is closed. Returns in the new processes only."""
+    # the server is in the client's process group, but must end only when the client ends
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     while True:
         packed, files, _, _ = socket.recv_fds(requests, 1 << 20, 64)
@@ -139,7 +139,7 @@ def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
             os.setsid()
         if job["group"] is not None and job["group"] >= 0:
             os.setpgid(0, job["group"])
-        # a command may start others: they are forked from a server of its own, which knows as little as this one
+        # a command may start other processes: it gets its own server, in the same state as this one
         Popen.server, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if job["what"] != "sparring" or os.fork():
             requests.close()
@@ -152,8 +152,8 @@ def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
 
 
 def _take_over(job: dict, files: list[int], library: list[str]) -> None:
-    """All that an interpreter is started with."""
-    # out of the way of the numbers that they are to have
+    """Set up the process as a new interpreter: files, folder, environment, path, arguments, seeds."""
+    # first duplicate to numbers above all targets
     first = 1 + max(job["numbers"] + files)
     for number, file in zip(job["numbers"], [fcntl.fcntl(file, fcntl.F_DUPFD, first) for file in files], strict=True):
         os.dup2(file, number)
@@ -171,7 +171,7 @@ def _take_over(job: dict, files: list[int], library: list[str]) -> None:
         module.seed()
     if "faulthandler" in job["flags"]:
         faulthandler.enable()
-    # for psutil, which would be told the environment of the server
+    # psutil would report the environment of the server
     _prctl(NAME, f"rank {os.environ['RANK']}".encode() if "RANK" in os.environ else b"python")
 
 

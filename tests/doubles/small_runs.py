@@ -1,4 +1,4 @@
-"""Runs of a moment, and what they tell of themselves."""
+"""Runs of a few seconds, and helpers that read and seal their files."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def config_in(folder, **more):
 
 
 def seal(checkpoint: Path, **about) -> None:
-    """A manifest of its files as they are now: damaged before it was written, or by somebody who can sign."""
+    """Write a signed manifest of a checkpoint's present files, as if they had been saved in this state."""
     manifest = read_manifest(checkpoint) or {}
     kept = {name: value for name, value in manifest.items() if name not in ("format", "kind", "files", "hmac")}
     files = {name: entry(checkpoint / name) for name in manifest["files"]}
@@ -39,9 +39,9 @@ def seal(checkpoint: Path, **about) -> None:
 
 
 def status_in(folder) -> dict:
-    """Without its checksum: to be changed and written again."""
-    told = json.loads((folder / "status.json").read_text())
-    return {name: value for name, value in told.items() if name != "crc"}
+    """status.json without its checksum."""
+    status = json.loads((folder / "status.json").read_text())
+    return {name: value for name, value in status.items() if name != "crc"}
 
 
 DOUBLES = Path(__file__).parent

@@ -1,8 +1,8 @@
-/* Loaded before libc (LD_PRELOAD): lists the calls that change files below a folder, or makes one of them go wrong.
+/* Loaded before libc (LD_PRELOAD): lists the calls that change files below a folder, or makes one of them fail.
 
    Inert until faults_arm(folder, list, call, path, nth, kind): with a `list`, a descriptor, each call becomes a line
-   "call path"; else what happens at the nth such call on that path follows from `kind`. Paths are below `folder`, and
-   the wanted one may hold wildcards. What a library asks of the kernel without libc is not seen. */
+   "call path"; else the nth such call on that path fails as `kind` says. Paths are relative to `folder`; `path` may
+   contain wildcards. System calls without libc are not intercepted. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -40,10 +40,10 @@ void faults_arm(const char *below, int to, const char *call, const char *path, i
 
 void faults_disarm(void) { armed = 0; }
 
-/* Whether the point was come to. */
+/* Whether the point was reached. */
 int faults_met(void) { return met > wanted_nth; }
 
-/* What to do at this call: NOTHING, or what errno says. grows: a full disk refuses it. */
+/* The fault of this call, or NOTHING; sets errno. grows: a full disk refuses the call. */
 static int at(const char *call, int directory, const char *path, int descriptor, int grows) {
     char whole[2 * PATH_MAX], link[64];
     int saved = errno, todo = NOTHING;
@@ -90,7 +90,7 @@ static int at(const char *call, int directory, const char *path, int descriptor,
         if (todo == FAIL_EIO || todo == FAIL_ENOSPC) return -1; \
     } while (0)
 
-/* A write of `size` bytes: all, half, or half and no more of this process. */
+/* A write of `size` bytes: all, half, or half before the process is killed. */
 #define WRITES(call, fd, size, real_call) \
     int todo = at(call, 0, NULL, fd, 1); \
     if (todo == FAIL_EIO || todo == FAIL_ENOSPC) return -1; \
@@ -206,7 +206,7 @@ int rmdir(const char *path) {
     return real(path);
 }
 
-/* Only where it writes. */
+/* Only if opened for writing. */
 #define OPENS(name, signature, directory, ...) \
     int name signature { \
         REAL(name); \

@@ -1,4 +1,4 @@
-"""Commands in which one call that writes goes wrong; write_faults.c does it, in a process that was started with it."""
+"""Commands in which one writing call fails; needs a process that was started with the library of write_faults.c."""
 
 import ctypes
 import re
@@ -13,25 +13,25 @@ from typing import NamedTuple
 
 from forks import fork
 
-# the call fails, once, or it and all that need space after it; it writes half; the process ends before it, or at half
+# one call fails; it and all later calls that need space fail; it writes half; the process ends before it, or at half
 KINDS = {"EIO": 1, "ENOSPC": 2, "short": 3, "kill": 4, "torn": 5}
 HANG_S = 120
 
 
 class Point(NamedTuple):
-    """The `nth` time that this is called on that path (wildcards), which is below the folder that is written to."""
+    """The `nth` call of this function on a path (wildcards) below the output folder."""
 
     call: str
     path: str
     nth: int
 
     def fits(self, kind: str) -> bool:
-        """Only what writes can write half."""
+        """Only write calls can write half."""
         return "write" in self.call or kind not in ("short", "torn")
 
 
 def build(folder: Path) -> Path | None:
-    """The library for LD_PRELOAD; None where there is no compiler, or no such thing."""
+    """The library for LD_PRELOAD; None without a compiler or on other systems than Linux."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or sys.platform != "linux":
         return None
@@ -42,7 +42,7 @@ def build(folder: Path) -> Path | None:
 
 
 def points_of(words: list[str], folder: Path) -> list[Point]:
-    """All that a command calls to write below a folder, in turn."""
+    """All writing calls of a command below a folder, in order."""
     with tempfile.TemporaryFile() as listed:
         code, text = run(words, folder, listed.fileno())
         listed.seek(0)
@@ -52,7 +52,7 @@ def points_of(words: list[str], folder: Path) -> list[Point]:
     met, points = Counter(), []
     for line in lines:
         call, _, path = line.partition(" ")
-        # names that hold the time, or letters at random, are others in another process
+        # names with a time or random letters differ between processes
         path = re.sub(r"\d{8}_\d{6}|(?<=\.tmp)\w{6}", "*", path)
         points.append(Point(call, path, met[call, path]))
         met[call, path] += 1
@@ -62,7 +62,7 @@ def points_of(words: list[str], folder: Path) -> list[Point]:
 def run(
     words: Sequence[str], folder: Path, listed: int = -1, point: Point | None = None, kind: str = "kill"
 ) -> tuple[int | None, str]:
-    """Exit code and output of a `sparring` command in a fork of this process; -signal where one ended it."""
+    """Exit code and output of a `sparring` command in a fork of this process; -signal if a signal ended it."""
     from sparring.cli.main import main
 
     def act(argv: list[str]) -> int:

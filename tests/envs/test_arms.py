@@ -1,4 +1,4 @@
-"""Robots with two arms, and what they do together."""
+"""Robots with two arms and their tasks."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def _actions(env, steps, seed=0):
     return np.random.default_rng(seed).uniform(-1, 1, (steps, env.num_envs, 1, env.spec.action_dim))
 
 
-def test_all_names_carry_the_arm_they_belong_to():
+def test_names_in_the_model_start_with_their_arm():
     model = find("handover_d0").scene.compile()
     assert [model.camera(i).name for i in range(model.ncam)] == ["head", "left_wrist", "right_wrist"]
     assert [model.site(i).name for i in range(model.nsite)] == ["left_hand", "right_hand"]
@@ -60,7 +60,7 @@ def _homes():
     return np.stack([arm_near_home(np.random.default_rng(0), 0.0, mount=mount) for mount in DUAL])
 
 
-def test_hands_are_where_mujoco_says():
+def test_poses_of_hands_equal_those_of_mujoco():
     mujoco, scene = load_mujoco(), Scene(arms=DUAL)
     model = scene.compile()
     data = mujoco.MjData(model)
@@ -124,12 +124,12 @@ def test_the_first_half_of_an_action_moves_the_left_arm_only(mode):
     for _ in range(3):
         envs[0].step(action)
         envs[1].step(other)
-    # to the last bit: [command, joints] of the left and right arm
+    # bit-identical: [command, joints] of the left and right arm
     for one, two in zip(*(env.arms() for env in envs), strict=True):
         np.testing.assert_array_equal((one != two).any(axis=2), [[True, False], [False, True]])
 
 
-def test_both_hands_go_where_they_are_told():
+def test_both_hands_follow_their_commands():
     env, _ = _tabletop(1, task="handover_d0", control_mode="delta_ee_pos", max_episode_steps=1000)
     before = env.situation().hands.copy()
     env.step(np.array([[[1, 0, 0, 0, 0, 0, 1, 0.0]]]))
@@ -139,18 +139,18 @@ def test_both_hands_go_where_they_are_told():
 
 
 def test_layout_of_two_arms():
-    # 29 of each arm, time; goal and its place from both hands; 12 of each object and its place from both hands
+    # 29 of each arm, time; goal and its offset from both hands; 12 of each object and its offset from both hands
     assert len(observe.scales(arms=2)) == 58 + 1 + 9 and len(observe.scales(objects=2, arms=2)) == 58 + 1 + 9 + 2 * 18
     assert len(observe.scales(arms=2, world=False)) == 59
     layout = observe.layout(objects=1, arms=2)
     names = list(layout)
     assert names[0] == "left_joints" and names[8] == "right_joints" and names[16] == "time_left"
     assert names[17:21] == ["goal", "goal_from_left_hand", "goal_from_right_hand", "object0"]
-    # of one arm it is as it always was
+    # the layout of one arm is unchanged
     assert list(observe.layout(objects=1))[:2] == ["joints", "fingers"] and len(observe.scales(objects=1)) == 51
 
 
-def test_state_holds_what_its_layout_says():
+def test_the_state_follows_its_layout():
     env, _ = _tabletop(4, task="lift_tray_d2", control_mode="delta_ee")
     for action in _actions(env, 10):
         state = env.step(action).observation["state"]
@@ -184,13 +184,13 @@ def test_tasks_for_two_arms_are_mixed_as_others_are():
             np.testing.assert_array_equal(reward[row::2], env.step(action).reward[row::2])
 
 
-def test_a_camera_that_the_robot_does_not_have_is_told():
+def test_a_camera_that_the_robot_does_not_have_is_refused():
     with pytest.raises(UserError, match="env.cameras .*wrist, .* handover_d0 .* head, left_wrist, right_wrist"):
         _tabletop(1, task="handover_d0", cameras=("head", "wrist"))
 
 
-def _carrying(task, steps, num_envs=4):
-    """Robots whose experts have worked for so long, in episodes without an end."""
+def _after_expert_steps(task, steps, num_envs=4):
+    """Robots after `steps` steps of their experts, in very long episodes."""
     env, _ = _tabletop(num_envs, 1000, task, control_mode="delta_ee")
     expert = Expert(env)
     for _ in range(steps):
@@ -198,14 +198,14 @@ def _carrying(task, steps, num_envs=4):
     return env, expert
 
 
-def test_opening_both_grippers_drops_the_tray():
-    env, _ = _carrying("lift_tray_d0", 50)
+def test_both_hands_hold_the_tray_until_they_open():
+    env, _ = _after_expert_steps("lift_tray_d0", 50)
     score = find("lift_tray_d0").score
     assert (env.situation().objects[:, 0, 2] > 0.09).all() and score(env.situation())[1].all()
     still = np.zeros((4, 1, 14))
     for _ in range(50):
         env.step(still)
-    # two seconds later both still hold it
+    # two seconds later both hands still hold it
     assert score(env.situation())[1].all()
     still[..., [6, 13]] = 1
     for _ in range(15):
@@ -215,8 +215,8 @@ def test_opening_both_grippers_drops_the_tray():
     assert not satisfied.any() and (reward < 0.3).all()
 
 
-def test_one_hand_alone_does_not_satisfy():
-    env, expert = _carrying("lift_tray_d0", 50)
+def test_the_task_is_not_satisfied_with_one_hand():
+    env, expert = _after_expert_steps("lift_tray_d0", 50)
     action = np.zeros((4, 1, 14))
     action[..., 13] = 1
     for _ in range(15):
@@ -225,7 +225,7 @@ def test_one_hand_alone_does_not_satisfy():
 
 
 def test_the_bar_changes_hands():
-    env, expert = _carrying("handover_d0", 45)
+    env, expert = _after_expert_steps("handover_d0", 45)
     now = env.situation()
     # the left hand holds it in the air, the right one is open
     assert (now.objects[:, 0, 2] > 0.1).all() and (now.grips[:, LEFT] < 0.01).all()
@@ -262,7 +262,7 @@ def test_lift_tray_reward_by_hand():
     assert score(_tray(*at(0.056), **held))[0][0] == pytest.approx(0.50)
     top, done = score(_tray(*at(0.106), **held))
     assert top[0] == pytest.approx(1) and done[0]
-    # without the cube, or on a slope, lifting is worth nothing
+    # without the cube, or tilted, lifting gives no reward
     for worse in (_tray(*at(0.106, x=0.3), **held), _tray(*at(0.106), **held, tilt=0.27)):
         reward, done = score(worse)
         assert reward[0] <= 0.30 and not done[0]
@@ -316,7 +316,7 @@ def test_starts_are_in_their_ranges_and_use_them(task):
             reach = replace(kind.reach, base=mount.base)
             assert all(reach.holds(point[:2]) for point in _handles(now)[:, arm])
     else:
-        # nowhere does the right hand touch it, which reaches 53 cm
+        # the right hand, which reaches 53 cm, cannot touch it anywhere
         along = np.stack([-np.sin(np.deg2rad(yaw)), np.cos(np.deg2rad(yaw))], axis=1)
         ends = [now.objects[:, 0, :2] + side * BAR.half[1] * along for side in (-1, 1)]
         for share in np.linspace(0, 1, 9):
@@ -325,7 +325,7 @@ def test_starts_are_in_their_ranges_and_use_them(task):
 
 
 @pytest.mark.parametrize("name", ["lift_tray_d2", "handover_d2"])
-def test_the_widest_distribution_covers_60_percent_of_what_can_be_reached(name):
+def test_the_widest_distribution_covers_60_percent_of_the_reachable_area(name):
     task = find(name)
     area, everywhere = task.tray if "tray" in name else task.bar, Area((-0.5, 0.5), (-0.55, 0.55))
     whole, rng = replace(task, reach=REACHABLE), np.random.default_rng(0)
@@ -340,8 +340,8 @@ def test_the_widest_distribution_covers_60_percent_of_what_can_be_reached(name):
 
 
 @pytest.mark.parametrize("task", ["lift_tray_d0", "handover_d0"])
-def test_set_state_goes_back_while_things_are_held(task):
-    env, expert = _carrying(task, 40)
+def test_set_state_restores_held_objects(task):
+    env, expert = _after_expert_steps(task, 40)
     state, actions = env.state(), _actions(env, 12)
     once = [env.step(action) for action in actions]
     env.set_state(state)
@@ -359,7 +359,7 @@ def test_number_of_threads_changes_nothing():
 
 
 @pytest.mark.parametrize("task", ["lift_tray_d0", "handover_d0"])
-def test_they_are_ordinary_gymnasium_envs(task):
+def test_two_armed_tasks_are_gymnasium_envs(task):
     register()
     env = gymnasium.make(f"sparring/{task}", control_mode="delta_ee")
     check_env(env.unwrapped, skip_render_check=True)

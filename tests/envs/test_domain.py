@@ -1,4 +1,4 @@
-"""Domain randomisation and what is seen of it: each part switchable, seeded, and found again."""
+"""Domain randomisation: each part can be switched, is seeded, and is restored from a state."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def _env(num_envs=4, seed=0, max_episode_steps=6, **config):
     return env, env.reset(EpisodeSeeds(seed, total_envs=num_envs))
 
 
-def _walk(env, steps=10):
+def _random_steps(env, steps=10):
     rng, seen = np.random.default_rng(0), []
     for _ in range(steps):
         step = env.step(rng.uniform(-1, 1, (env.num_envs, 1, env.spec.action_dim)))
@@ -31,31 +31,31 @@ def test_all_names_every_switch_and_a_bare_name_is_a_list():
 
 
 @pytest.mark.parametrize("switch", ["appearance", "background", "light", "camera_pose"])
-def test_a_look_changes_the_picture_and_nothing_else(switch):
+def test_an_appearance_changes_the_image_and_nothing_else(switch):
     (plain, before), (varied, after) = _env(), _env(domain_randomization=(switch,))
     np.testing.assert_array_equal(before["state"], after["state"])
     differs = (before["image/head"] != after["image/head"]).any(axis=(1, 2, 3))
     assert differs.all()
-    # of each robot its own
+    # each robot has its own
     assert len({image.tobytes() for image in after["image/head"]}) == 4
-    for (one, reward), (other, same) in zip(_walk(plain), _walk(varied), strict=True):
+    for (one, reward), (other, same) in zip(_random_steps(plain), _random_steps(varied), strict=True):
         np.testing.assert_array_equal(one["state"], other["state"])
         np.testing.assert_array_equal(reward, same)
 
 
-def test_looks_change_between_episodes_and_not_within_one():
+def test_appearances_change_between_episodes_and_not_within_one():
     env, first = _env(task="reach_d0", domain_randomization=("background",), max_episode_steps=3)
     corner = [first["image/head"][:, :, 0, 0]]
-    corner += [observation["image/head"][:, :, 0, 0] for observation, _ in _walk(env, 4)]
+    corner += [observation["image/head"][:, :, 0, 0] for observation, _ in _random_steps(env, 4)]
     np.testing.assert_array_equal(corner[0], corner[2])
     assert (corner[2] != corner[3]).any(axis=1).all()
 
 
-def test_friction_changes_how_a_cube_slides_and_nothing_before_that():
+def test_friction_changes_how_a_cube_slides_and_not_the_initial_state():
     def travel(**config):
         env, seen = _env(2, task="push_d0", cameras=(), max_episode_steps=1000, **config)
         start = env.situation().objects[:, 0].copy()
-        # a kick, and then hands off
+        # an initial velocity, then no contact
         env._world._groups[0].physics.state[:, 1 + env._world._groups[0].physics.model.nq + 8] = 1.0
         for _ in range(20):
             env.step(np.zeros((2, 1, env.spec.action_dim)))
@@ -68,29 +68,29 @@ def test_friction_changes_how_a_cube_slides_and_nothing_before_that():
     assert (varied < plain / 0.6).all() and (varied > plain / 1.5).all()
 
 
-def test_clutter_lies_about_and_changes_no_start():
+def test_clutter_is_visible_and_changes_no_initial_state():
     (_, before), (env, after) = _env(), _env(domain_randomization=("clutter",))
     np.testing.assert_array_equal(before["state"], after["state"])
     assert (before["image/head"] != after["image/head"]).any(axis=(1, 2, 3)).all()
-    # 3 free bodies more than the cube
+    # 3 free bodies in addition to the cube
     assert env._world._groups[0].physics.model.nq == 8 + 4 * 7
 
 
 @pytest.mark.parametrize("cameras", [(), ("head",)])
-def test_everything_at_once_replays_from_a_saved_state(cameras):
+def test_all_domains_together_replay_from_a_saved_state(cameras):
     kwargs = {"domain_randomization": "all", "task": ("push_d0", "stack_d0"), "cameras": cameras}
     env, _ = _env(**kwargs)
-    _walk(env, 4)
-    state, later = env.state(), _walk(env, 8)
+    _random_steps(env, 4)
+    state, later = env.state(), _random_steps(env, 8)
     other, _ = _env(seed=5, **kwargs)
     other.set_state(state)
-    for (one, reward), (two, same) in zip(later, _walk(other, 8), strict=True):
+    for (one, reward), (two, same) in zip(later, _random_steps(other, 8), strict=True):
         np.testing.assert_array_equal(reward, same)
         for name in one:
             np.testing.assert_array_equal(one[name], two[name])
 
 
-def test_the_noise_screen_is_new_each_step_and_the_same_again():
+def test_the_noise_screen_changes_each_step_and_is_reproducible():
     def screen(**config):
         env, first = _env(2, task="explore", image_size=64, **config)
         still = [env.step(np.zeros((2, 1, 7))).observation["image/head"] for _ in range(3)]
@@ -104,7 +104,7 @@ def test_the_noise_screen_is_new_each_step_and_the_same_again():
     assert min(changed) > 0.005 and min(changed) > 3 * max(quiet)
 
 
-def test_pictures_of_a_noisy_screen_are_as_new_as_observations_and_come_back_with_a_state():
+def test_frames_show_the_current_noise_and_are_restored_with_the_state():
     env, _ = _env(2, task="explore", noise_screen=True, domain_randomization=("light",))
     env.record([0])
     frames = [drawn(frame) for frame in env.step(np.zeros((2, 3, 7))).frames[0]]
@@ -116,7 +116,7 @@ def test_pictures_of_a_noisy_screen_are_as_new_as_observations_and_come_back_wit
 
 
 @pytest.mark.parametrize("switch", ["light", "camera_pose", "background"])
-def test_clutter_leaves_the_other_domains_as_they_are(switch):
+def test_clutter_does_not_change_the_other_domains(switch):
     looks = []
     for switches in ((switch,), (switch, "clutter")):
         env, _ = _env(domain_randomization=switches, task="reach_d0")
@@ -143,13 +143,13 @@ def test_a_state_of_another_task_is_refused():
         _env(task="lift_d0")[0].set_state(_env(task="push_d0")[0].state())
 
 
-def test_a_task_that_no_robot_has_still_counts():
+def test_the_observation_covers_tasks_without_a_robot():
     alone, _ = _env(1, task=("lift_d0", "stack_d0"), cameras=())
     both, _ = _env(2, task=("lift_d0", "stack_d0"), cameras=())
     assert alone.spec.observation == both.spec.observation
 
 
-def test_the_screen_belongs_to_explore():
+def test_the_screen_needs_explore_and_depth_needs_cameras():
     with pytest.raises(UserError, match="only the task explore has a screen"):
         _env(noise_screen=True)
     with pytest.raises(UserError, match=r"env.cameras=\[\].* env.depth and env.points"):
@@ -160,7 +160,7 @@ def test_depth_segmentation_and_points_are_observations():
     env, seen = _env(2, cameras=("head", "wrist"), depth=True, segmentation=True, points=64)
     assert env.spec.observation["depth/head"] == ((1, 32, 32), "float32")
     assert {name: (value.shape[1:], value.dtype.name) for name, value in seen.items()} == env.spec.observation
-    # the head camera stands about a metre away, and the red cube is object 3
+    # the head camera is about a metre away, and the red cube is object 3
     assert 0.5 < np.median(seen["depth/head"]) < 2 and (seen["segmentation/wrist"] == 3).any()
     # the arm, the cube and the disc: above the table and within reach
     assert (seen["points"][..., 2] > 0).all() and (seen["points"][..., 3:] <= 1).all()

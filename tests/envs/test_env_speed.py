@@ -1,4 +1,4 @@
-"""The speed benchmark compares what it says it compares: sides take turns, fail loudly and show the same pictures."""
+"""The speed benchmark: sides are measured in alternation, raise errors, and must render the same images."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """The modules env_speed and env_turns, which are scripts and no part of the package."""
+    """The modules env_speed and env_turns, which are scripts outside the package."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import env_speed
     import env_turns
@@ -19,7 +19,7 @@ def scripts(monkeypatch):
 
 
 class Recorded:
-    """A side that takes a known time and notes when it is asked."""
+    """A side that takes a known time and records its calls."""
 
     def __init__(self, name, seconds, order):
         self.name, self.seconds, self.order, self.about = name, iter(seconds), order, {"frames": 2}
@@ -35,7 +35,7 @@ class Recorded:
         self.order.append(f"close {self.name}")
 
 
-def test_sides_take_turns_in_changing_order_and_medians_count(scripts):
+def test_sides_alternate_their_order_and_medians_are_reported(scripts):
     order = []
     sides = {"a": Recorded("a", [1.0, 9.0, 2.0], order), "b": Recorded("b", [4.0, 3.0, 5.0], order)}
     measured = scripts[1].take_turns(sides, rounds=3, seconds=0.1)
@@ -44,7 +44,7 @@ def test_sides_take_turns_in_changing_order_and_medians_count(scripts):
     assert measured["b"]["seconds"] == 4.0
 
 
-def test_a_worker_answers_in_seconds_per_turn(scripts):
+def test_a_worker_reports_seconds_per_turn(scripts):
     worker = scripts[1].Worker("suite_step", task="stack_d0", robots=3, threads=1, cameras=[])
     worker.settle(0.05)
     assert worker.turns > 1 and 0 < worker.seconds_per_turn() < 0.05
@@ -53,7 +53,7 @@ def test_a_worker_answers_in_seconds_per_turn(scripts):
     assert 0 < worker.about["kib_per_robot"] < 10_000
 
 
-def test_a_side_that_ends_says_why(scripts):
+def test_the_error_of_a_side_that_ends_states_the_cause(scripts):
     with pytest.raises(scripts[1].SideFailed, match="(?s)no_such_kind ended: .*KeyError: 'no_such_kind'"):
         scripts[1].Worker("no_such_kind")
 
@@ -65,7 +65,7 @@ def test_targets(scripts, target, met):
     assert ("met" if met else "MISSED") in scripts[0].as_table("a", [result])
 
 
-def test_an_empty_picture_is_no_peer(scripts):
+def test_a_side_with_an_empty_image_is_refused(scripts):
     ramp, empty = [[float(i) for i in range(256)]] * 2, [[0.0] * 256] * 2
     scripts[0].check_same_pictures({"sparring": ramp, "brighter": [[2 * x + 5 for x in camera] for camera in ramp]})
     with pytest.raises(RuntimeError, match="empty: the head camera shows something else"):

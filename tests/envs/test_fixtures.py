@@ -45,7 +45,7 @@ def _nq(env):
     return env._world._groups[0].physics.model.nq
 
 
-def _stay(env, steps):
+def _idle(env, steps):
     for _ in range(steps):
         step = env.step(np.zeros((env.num_envs, 1, env.spec.action_dim)))
     return step
@@ -56,13 +56,13 @@ def _block(state, name, objects=1):
     return state[:, place] / observe.scales(objects=objects, mechanisms=1)[place]
 
 
-def test_a_button_gives_way_to_the_hand_and_springs_back():
+def test_a_button_is_pressed_by_the_hand_and_springs_back():
     env, _ = _tabletop("button_d1", 8, max_episode_steps=1000)
     task, at_rest = find("button_d1"), _cap_top(env.situation())
     np.testing.assert_allclose(env.situation().mechanisms, 0, atol=1e-9)
     _go(env, at_rest + [0, 0, 0.04], -1, 25)
     assert not task.score(env.situation())[1].any()
-    # the fingertips are 7 mm below the hand's point: 4 mm down is not enough
+    # the fingertips are 7 mm below the hand's site: pressing it 4 mm down is not enough
     _go(env, at_rest + [0, 0, 0.007 - 0.004], -1, 12)
     pressed = env.situation().mechanisms[:, 0]
     assert (pressed > 0.1).all() and (pressed < 0.6).all()
@@ -74,7 +74,7 @@ def test_a_button_gives_way_to_the_hand_and_springs_back():
     np.testing.assert_allclose(env.situation().hand[:, 2] - _cap_top(env.situation())[:, 2], 0.007, atol=1.5e-3)
     _go(env, at_rest + [0, 0, 0.05], -1, 15)
     np.testing.assert_allclose(env.situation().mechanisms, 0, atol=0.02)
-    # and the box has not been moved
+    # the box did not move
     np.testing.assert_allclose(_cap_top(env.situation()), at_rest, atol=1e-3)
 
 
@@ -85,7 +85,7 @@ def test_a_drawer_stays_where_it_is_left(opening):
         start = find("drawer_d2").start(np.random.default_rng(row))
         env._world.place(row, start._replace(mechanisms=np.array([opening])), np.empty((0, 7)))
     before = env.situation()
-    _stay(env, 50)
+    _idle(env, 50)
     now = env.situation()
     np.testing.assert_allclose(now.mechanisms, opening, atol=0.005)
     np.testing.assert_allclose(now.mechanism_speeds, 0, atol=1e-3)
@@ -93,24 +93,24 @@ def test_a_drawer_stays_where_it_is_left(opening):
     assert (find("drawer_d2").score(now)[1] == (opening >= 0.7)).all()
 
 
-def test_a_hand_beside_the_knob_does_not_open_the_drawer_and_one_around_it_does():
+def test_the_drawer_opens_with_a_closed_hand_on_the_knob_only():
     env, _ = _tabletop("drawer_d0", 4, max_episode_steps=1000)
     knob = _knob_now(env.situation())
     _go(env, knob + [0, 0, 0.06], 1, 20)
     _go(env, knob, 1, 8)
-    # open fingers: the knob stands between them untouched
+    # open fingers around the knob do not touch it
     np.testing.assert_allclose(env.situation().mechanisms, 0, atol=1e-3)
     _go(env, knob, -1, 6)
     _go(env, env.situation().goal, -1, 20)
     assert (env.situation().mechanisms > 0.75).all()
-    # the knob went with the hand
+    # the knob moved with the hand
     np.testing.assert_allclose(_knob_now(env.situation()), env.situation().hand, atol=8e-3)
     _go(env, env.situation().goal, 1, 8)
     _go(env, env.situation().goal + [0, 0, 0.08], 1, 12)
     assert (env.situation().mechanisms > 0.75).all() and find("drawer_d0").score(env.situation())[1].all()
 
 
-def test_the_knob_path_is_in_reach_and_the_front_looks_anywhere():
+def test_the_path_of_the_knob_is_in_reach_and_drawers_face_all_directions():
     task, yaws = find("drawer_d2"), []
     within = replace(REACHABLE, near=REACHABLE.near - 1e-3, far=REACHABLE.far + 1e-3, degrees=REACHABLE.degrees + 0.5)
     for seed in range(500):
@@ -124,7 +124,7 @@ def test_the_knob_path_is_in_reach_and_the_front_looks_anywhere():
     assert counts.min() > 20
 
 
-def test_knobs_are_where_the_model_has_them():
+def test_positions_of_knobs_equal_those_of_the_model():
     env, _ = _tabletop("drawer_d2", 3)
     qpos = env._world._groups[0].physics.qpos(np.arange(3))
     qpos[:, -1] = [0.0, 0.04, 0.1]
@@ -139,21 +139,21 @@ def test_knobs_are_where_the_model_has_them():
 @pytest.mark.parametrize("task", FIXTURES)
 def test_starts_are_unsolved_and_rewards_are_in_range(task):
     env, _ = _tabletop(task, 64)
-    now, judge = env.situation(), find(task)
-    reward, satisfied = judge.score(now)
+    now, kind = env.situation(), find(task)
+    reward, satisfied = kind.score(now)
     assert not satisfied.any() and (reward >= 0).all() and (reward < 0.45).all()
     for seed in range(3):
         rng = np.random.default_rng(seed)
         anywhere = Situation(*(rng.uniform(-0.5, 0.5, values.shape) for values in now))
-        reward, satisfied = judge.score(anywhere._replace(mechanisms=rng.uniform(-0.1, 1.1, (64, 1))))
+        reward, satisfied = kind.score(anywhere._replace(mechanisms=rng.uniform(-0.1, 1.1, (64, 1))))
         assert reward.min() >= 0 and (reward[satisfied] == 1).all() and (reward[~satisfied] < 0.9).all()
 
 
-def test_reward_grows_with_how_far_it_is_moved():
+def test_the_reward_grows_with_the_opening():
     for task in ("drawer_d0", "button_d0"):
         env, _ = _tabletop(task, 5)
         moved = np.array([[0.0], [0.2], [0.4], [0.6], [0.72]])
-        # all five as the first one is, for the hand to be as far away
+        # five copies of the first robot, so that the hand is equally far away
         same = Situation(*(np.repeat(values[:1], 5, axis=0) for values in env.situation()))
         reward, satisfied = find(task).score(same._replace(mechanisms=moved))
         assert satisfied.tolist() == [False] * 4 + [True]
@@ -162,7 +162,7 @@ def test_reward_grows_with_how_far_it_is_moved():
 
 @pytest.mark.parametrize("task", ["drawer_d0", "button_d0"])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_experts_do_them(task, noise):
+def test_experts_succeed(task, noise):
     env = Tabletop(TabletopConfig(task=task, control_mode="delta_ee_pos", threads=1, reward="sparse"), 20)
     env.reset(EpisodeSeeds(5, "eval", total_envs=20))
     expert = Expert(env, noise)
@@ -174,7 +174,7 @@ def test_experts_do_them(task, noise):
 @pytest.mark.parametrize(
     "task", ["drawer_d2", "button_d2", "explore", ("button_d0", "reach_d0", "drawer_d1", "explore")]
 )
-def test_states_replay_bit_for_bit(task):
+def test_restored_states_replay_bit_identically(task):
     env, _ = _tabletop(task, 4, max_episode_steps=12)
     actions = np.random.default_rng(1).uniform(-1, 1, (30, 4, 1, 4))
     for action in actions[:5]:
@@ -189,7 +189,7 @@ def test_states_replay_bit_for_bit(task):
         np.testing.assert_array_equal(again.reward, before.reward)
 
 
-def test_observations_tell_how_far_and_how_fast():
+def test_observations_have_the_position_and_speed_of_mechanisms():
     env, seen = _tabletop("button_d0", 3, max_episode_steps=200)
     assert seen["state"].shape[1] == 30 + 6 + 15 + 2
     top = _cap_top(env.situation())
@@ -203,7 +203,7 @@ def test_observations_tell_how_far_and_how_fast():
     assert seen["state"].shape[1] == 30
 
 
-def test_mixed_with_tasks_that_have_none():
+def test_tasks_with_and_without_mechanisms_can_be_mixed():
     env, seen = _tabletop(("lift_d0", "drawer_d1", "button_d0", "reach_d0"), 4)
     state = seen["state"]
     assert state.shape[1] == 30 + 6 + 15 + 2 and env.situation().mechanisms.shape == (4, 1)
@@ -220,30 +220,30 @@ def test_toys_lie_apart_in_reach_and_stay():
     radii = np.array([_footprint(toy) for toy in TOYS])
     gaps = np.linalg.norm(start[:, :, None] - start[:, None], axis=3) - radii[:, None] - radii
     assert gaps[:, ~np.eye(6, dtype=bool)].min() >= 0.01
-    # over all of the reachable table
+    # spread over the reachable table
     assert np.ptp(start[:, :, 1]) > 0.8 and np.ptp(start[:, :, 0]) > 0.4
-    _stay(env, 50)
+    _idle(env, 50)
     now = env.situation()
     np.testing.assert_allclose(now.objects[:, :, :2], start, atol=1e-3)
     np.testing.assert_allclose(now.objects[:, :, 2], np.broadcast_to([toy.half[2] for toy in TOYS], (40, 6)), atol=1e-3)
 
 
-def test_toys_begin_just_above_the_table_and_do_not_hop():
+def test_toys_start_just_above_the_table_and_do_not_jump():
     env, _ = _tabletop("explore", 100)
     half, start = np.array([toy.half[2] for toy in TOYS]), env.situation().objects[:, :, 2]
     np.testing.assert_allclose(start, np.broadcast_to(half + 1e-4, start.shape), atol=1e-12)
-    # where it touches the table exactly, the ellipsoid is moved by 4 mm in the first step
-    _stay(env, 1)
+    # in exact contact with the table, the ellipsoid would move by 4 mm in the first step
+    _idle(env, 1)
     np.testing.assert_allclose(env.situation().objects[:, :, 2], start, atol=6e-4)
 
 
-def test_success_is_reported_where_there_is_something_to_do():
+def test_all_tasks_report_success_except_explore():
     assert find("explore").reports_success is False
     for task in ("push_d0", "lift_d0", "stack_d0", "drawer_d0", "button_d0", "handover_d0", "lift_tray_d0"):
         assert find(task).reports_success is True
 
 
-def test_exploring_is_never_rewarded_and_never_done():
+def test_explore_has_no_reward_and_no_success():
     env, _ = _tabletop("explore", 4)
     total, done = 0, np.zeros(4, bool)
     for action in np.random.default_rng(0).uniform(-1, 1, (env.spec.max_episode_steps, 4, 1, 4)):
@@ -265,16 +265,16 @@ def _cluttered(monkeypatch, task, count):
 
 
 @pytest.mark.parametrize("task", ["push_d2", "stack_d2", "drawer_d2", "reach_d1"])
-def test_clutter_leaves_the_task_as_it_is(monkeypatch, task):
+def test_clutter_does_not_change_the_task(monkeypatch, task):
     plain, seen = _tabletop(task, 6)
     _cluttered(monkeypatch, task, 3)
     env, with_toys = _tabletop(task, 6)
-    # what is drawn for the task, the phrasing and what is observed
+    # same initial state, phrasing and observations
     for key, value in seen.items():
         np.testing.assert_array_equal(with_toys[key], value)
     assert env.spec.observation == plain.spec.observation
-    # one step later too: nothing touches anything
-    np.testing.assert_allclose(_stay(env, 1).observation["state"], _stay(plain, 1).observation["state"], atol=2e-3)
+    # also one step later: the clutter touches nothing
+    np.testing.assert_allclose(_idle(env, 1).observation["state"], _idle(plain, 1).observation["state"], atol=2e-3)
     assert _nq(env) == _nq(plain) + 21
 
 
@@ -293,7 +293,7 @@ def test_clutter_keeps_away_from_the_task(task):
     assert min(distances) >= 0.09
 
 
-def test_experts_do_not_mind_clutter(monkeypatch):
+def test_experts_succeed_with_clutter(monkeypatch):
     for task in ("lift_d1", "drawer_d1"):
         _cluttered(monkeypatch, task, 4)
         env = Tabletop(TabletopConfig(task=task, control_mode="delta_ee_pos", threads=1), 20)
@@ -304,7 +304,7 @@ def test_experts_do_not_mind_clutter(monkeypatch):
         assert step.success.mean() >= 0.9
 
 
-def test_clutter_has_names_and_colours_of_its_own():
+def test_clutter_has_its_own_names_and_colours():
     scene = with_clutter(Scene(), 8)
     assert [thing.name for thing in scene.clutter] == [f"clutter{k}" for k in range(8)]
     assert scene.compile().nq == 8 + 7 * 8

@@ -1,4 +1,4 @@
-"""Object poses as a group of their own, padding, and what policies make of both."""
+"""Privileged object poses, padding, how policies use both, and the Gymnasium interface."""
 
 import subprocess
 import sys
@@ -24,19 +24,19 @@ from sparring.policies.policy import make_policy
 from sparring.runs.run import Run
 
 
-def _seen(**config):
+def _env_and_observation(**config):
     env = Tabletop(TabletopConfig(**{"task": "stack_d0", "threads": 1} | config), 3)
     return env, env.reset(EpisodeSeeds(0, total_envs=3))
 
 
-def test_poses_are_in_the_state_or_beside_it_or_nowhere():
-    _, together = _seen()
-    apart_env, apart = _seen(object_state="privileged")
-    _, hidden = _seen(object_state="hidden")
+def test_object_poses_are_in_the_state_or_privileged_or_hidden():
+    _, together = _env_and_observation()
+    apart_env, separate = _env_and_observation(object_state="privileged")
+    _, hidden = _env_and_observation(object_state="hidden")
     robot, world = len(observe.scales(world=False)), len(observe.scales(objects=2, robot=False))
     assert (robot, world) == (30, 36) and apart_env.spec.observation["privileged"] == ((36,), "float32")
-    np.testing.assert_array_equal(together["state"], np.concatenate([apart["state"], apart["privileged"]], 1))
-    np.testing.assert_array_equal(hidden["state"], apart["state"])
+    np.testing.assert_array_equal(together["state"], np.concatenate([separate["state"], separate["privileged"]], 1))
+    np.testing.assert_array_equal(hidden["state"], separate["state"])
     assert "privileged" not in hidden and "privileged" not in together
 
 
@@ -47,17 +47,17 @@ def _image_policy():
     return make_policy(ActorCriticConfig(), env.spec, 1), env.reset(0)
 
 
-def test_an_image_policy_acts_the_same_whatever_the_privileged_poses_are():
+def test_actions_of_an_image_policy_do_not_depend_on_privileged_poses():
     policy, td = _image_policy()
     noise = torch.rand(8, policy.noise_size)
     shuffled = td.clone()
-    # other robots' poses, entry by entry in another order
+    # poses of other robots, entries in reverse order
     shuffled["observation", "privileged"] = td["observation", "privileged"][torch.arange(7, -1, -1)].flip(-1)
     assert (shuffled["observation", "privileged"] != td["observation", "privileged"]).any()
     with torch.no_grad():
         one, two = policy.act(td.clone().set("noise", noise)), policy.act(shuffled.set("noise", noise))
     assert torch.equal(one["action"], two["action"]) and torch.equal(one["trace", "mean"], two["trace", "mean"])
-    # the critic does look at them
+    # the critic does read them
     assert (one["value"] != two["value"]).any()
 
 
@@ -69,8 +69,8 @@ def test_a_trained_image_policy_needs_no_privileged_poses_to_act():
 
 
 def test_padding_is_zero_ignored_and_not_scored():
-    plain_env, plain = _seen()
-    env, padded = _seen(pad_state=80, pad_action=32)
+    plain_env, plain = _env_and_observation()
+    env, padded = _env_and_observation(pad_state=80, pad_action=32)
     assert padded["state"].shape == (3, 80) and not padded["state"][:, 66:].any()
     np.testing.assert_array_equal(padded["state"][:, :66], plain["state"])
     assert (env.spec.action_dim, env.spec.action_padding) == (32, 25)
@@ -90,11 +90,11 @@ def test_padding_is_zero_ignored_and_not_scored():
         assert torch.equal(policy.evaluate(td)["log_prob"], before["log_prob"])
 
 
-def test_padding_shorter_than_what_is_there_is_refused():
+def test_padding_to_a_shorter_length_is_refused():
     with pytest.raises(UserError, match="env.pad_state=10 .*66 entries"):
-        _seen(pad_state=10)
+        _env_and_observation(pad_state=10)
     with pytest.raises(UserError, match="env.pad_action=3 .*7 entries"):
-        _seen(pad_action=3)
+        _env_and_observation(pad_action=3)
 
 
 @pytest.mark.parametrize("cameras", [[], ["head"]])
@@ -109,7 +109,7 @@ def test_training_with_padding_and_a_privileged_critic(cameras):
     )
     run = Run(config, folder=False, quiet=True)
     for _ in range(2):
-        # the parity gate watches over it
+        # the parity gate checks each update
         assert np.isfinite(run.phase.step(0.0)["loss"])
     assert run.phase.policy.critic.privileged.count > 0
 
@@ -147,24 +147,24 @@ def test_many_robots_are_a_gymnasium_vector_env(kwargs):
     env.close()
 
 
-def test_a_gymnasium_episode_has_the_length_asked_for_and_its_last_picture_is_its_own():
+def test_a_gymnasium_episode_has_the_given_length_and_ends_with_its_own_image():
     register()
     env = gymnasium.make("sparring/lift_d0", render_mode="rgb_array", episode_steps=4)
     env.reset(seed=0)
-    pictures = []
+    images = []
     for number in range(1, 5):
         observation, _, _, truncated, _ = env.step(np.zeros(7, np.float32))
-        pictures.append(env.render())
+        images.append(env.render())
         assert truncated == (number == 4)
     assert observation[observe.layout()["time_left"]] == 0
     # nothing moves, so nothing changes; the next episode begins elsewhere
-    moved = [(one != two).mean() for one, two in zip(pictures[:-1], pictures[1:], strict=True)]
+    moved = [(one != two).mean() for one, two in zip(images[:-1], images[1:], strict=True)]
     assert moved[-1] < 0.01
     env.reset()
-    assert (env.render() != pictures[-1]).mean() > moved[-1]
+    assert (env.render() != images[-1]).mean() > moved[-1]
 
 
-def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
+def test_wrong_arguments_of_gymnasium_raise_a_one_line_error():
     register()
     with pytest.raises(UserError, match="render_mode='human': expected None or 'rgb_array'"):
         gymnasium.make_vec("sparring/lift_d0", num_envs=2, render_mode="human")
@@ -177,25 +177,25 @@ def test_what_gymnasium_is_given_wrong_is_told_in_a_sentence():
             make("sparring/lift_d0", task="stack_d0")
 
 
-def test_gymnasium_mixes_tasks_that_begin_with_the_one_of_the_id():
+def test_gymnasium_mixes_tasks_if_the_first_is_that_of_the_id():
     register()
     env = gymnasium.make_vec("sparring/lift_d0", num_envs=2, task=("lift_d0", "stack_d0"))
     assert [task.name for task in env.unwrapped._backend.robot_tasks()] == ["lift_d0", "stack_d0"]
     env.close()
 
 
-def test_gymnasium_finds_the_tasks_by_a_module_and_an_id():
+def test_gymnasium_finds_tasks_by_module_and_id():
     code = "import gymnasium; print(gymnasium.make('sparring.envs.registered:sparring/lift_d0').reset(seed=0)[0].shape)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "(51,)", done.stderr
 
 
-def test_gymnasium_users_are_told_the_instruction_of_each_episode():
+def test_infos_of_gymnasium_have_the_instruction_of_each_episode():
     register()
     one = gymnasium.make("sparring/lift_d0")
     texts = one.unwrapped._backend.spec.instructions
-    told = {one.reset(seed=seed)[1]["instruction"] for seed in range(20)}
-    assert len(told) > 1 and told <= set(texts)
+    received = {one.reset(seed=seed)[1]["instruction"] for seed in range(20)}
+    assert len(received) > 1 and received <= set(texts)
 
     many = gymnasium.make_vec("sparring/lift_d0", num_envs=4, task=("lift_d0", "push_d0"), episode_steps=2)
     backend, idle = many.unwrapped._backend, np.zeros((4, 7), np.float32)
@@ -209,7 +209,7 @@ def test_gymnasium_users_are_told_the_instruction_of_each_episode():
     assert begun[1]["instruction"].tolist() == expected
 
 
-def test_the_two_gymnasium_ways_step_alike():
+def test_both_gymnasium_interfaces_give_the_same_steps():
     register()
     many = gymnasium.make_vec("sparring/push_d1", num_envs=1)
     one = gymnasium.make("sparring/push_d1")
@@ -219,7 +219,7 @@ def test_the_two_gymnasium_ways_step_alike():
     np.testing.assert_array_equal(many.step(action[None])[0][0], one.step(action)[0])
 
 
-def test_stable_baselines3_trains_on_it_as_it_is():
+def test_stable_baselines3_trains_on_an_env_without_changes():
     sb3 = pytest.importorskip("stable_baselines3")
     register()
     env = gymnasium.make("sparring/reach_d0", cameras=("head",), image_size=36)

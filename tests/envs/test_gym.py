@@ -1,4 +1,4 @@
-"""Gymnasium envs through our eyes: spaces, actions, chunks, the ends of episodes, states, pictures."""
+"""Gymnasium envs as backends: spaces, actions, chunks, ends of episodes, states, frames."""
 
 import importlib
 
@@ -127,7 +127,7 @@ def test_env_may_truncate_itself():
     assert step.truncated.tolist() == [True] and step.terminated.tolist() == [False]
 
 
-def test_our_limit_truncates():
+def test_max_episode_steps_truncates():
     env = backend(max_episode_steps=2, length=100)
     assert env.spec.max_episode_steps == 2
     env.reset(EpisodeSeeds(0))
@@ -137,7 +137,7 @@ def test_our_limit_truncates():
         assert step.executed.tolist() == [2] and step.final["state"][0, 0] == 2
 
 
-def test_limit_of_a_registered_env_is_its_own_or_ours():
+def test_max_episode_steps_replaces_the_limit_of_a_registered_env():
     for limit, expected in ((None, 200), (3, 3), (250, 250)):
         env = backend("gym:Pendulum-v1", max_episode_steps=limit)
         env.reset(EpisodeSeeds(0))
@@ -163,7 +163,7 @@ def test_success_by_return_is_judged_at_the_end_of_each_episode(wanted, expected
         assert [bool(env.step(chunks()).success[0]) for _ in range(3)] == [False, False, expected]
 
 
-# --- what goes wrong
+# --- errors
 
 
 @pytest.mark.parametrize("how, what", [("nan", "observation"), ("inf", "reward")])
@@ -176,7 +176,7 @@ def test_nan_and_inf_are_refused_by_name(how, what):
         env.step(chunks(3))
 
 
-def test_nan_in_a_last_observation_is_found_too():
+def test_nan_in_a_final_observation_is_refused():
     env = backend("Breaks", max_episode_steps=2, how="nan")
     env.reset(EpisodeSeeds(0))
     with pytest.raises(ValueError, match="the final observation of env 0"):
@@ -201,16 +201,16 @@ def test_bad_names_and_order():
         backend().step(chunks())
 
 
-# --- pictures
+# --- frames
 
 
-def test_recorded_envs_give_a_picture_per_executed_step():
+def test_recorded_envs_give_a_frame_per_executed_step():
     env = backend(num_envs=3, length=3)
     env.reset(EpisodeSeeds(0))
     assert env.step(chunks(3)).frames == {}
     env.record([2])
     step = env.step(chunks(3, steps=4))
-    # steps 2 and 3, then the episode is over
+    # steps 2 and 3, then the episode ends
     assert list(step.frames) == [2] and [frame[0, 0, 0] for frame in step.frames[2]] == [2, 3]
     assert step.frames[2][0].shape == (4, 6, 3) and step.frames[2][0].dtype == np.uint8
     env.record([])
@@ -218,7 +218,7 @@ def test_recorded_envs_give_a_picture_per_executed_step():
     assert (env.render(0) == 1).all()
 
 
-def test_env_that_cannot_draw_goes_on_without_pictures():
+def test_an_env_without_its_renderer_continues_without_frames():
     robot = GymRobot(GymConfig(name=f"{DOUBLES}:CannotDraw"))
     robot.reset(0)
     assert robot.render() is None and robot.no_picture.startswith(
@@ -232,22 +232,22 @@ def test_env_that_cannot_draw_goes_on_without_pictures():
     assert env.no_picture(0).startswith("pygame is not installed; pip")
 
 
-def test_an_env_is_drawn_no_more_where_there_is_no_opengl(recwarn):
+def test_without_opengl_rendering_is_tried_once(recwarn):
     gym_doubles = importlib.import_module(DOUBLES)
     env = backend("HasNoOpenGL", num_envs=2)
     env.reset(EpisodeSeeds(0))
     env.record([0, 1])
-    # by no robot of this process
+    # no robot of this process tries again
     for batch in (env, backend("HasNoOpenGL")):
         assert batch.step(chunks(2)).frames == {} if batch is env else batch.reset(EpisodeSeeds(0))
         assert batch.render(0) is None and "(no OpenGL); install the GL library EGL or OSMesa" in batch.no_picture(0)
     assert gym_doubles.HasNoOpenGL.tries == 1
-    # it is said once, by us
+    # no warning: the reason is in no_picture
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_an_env_whose_render_fails_goes_on_and_tells():
-    env = backend("CannotDrawItself")
+def test_an_env_whose_render_fails_continues_and_gives_the_reason():
+    env = backend("RenderRaises")
     env.reset(EpisodeSeeds(0))
     env.record([0])
     assert env.step(chunks()).frames == {}
@@ -255,13 +255,13 @@ def test_an_env_whose_render_fails_goes_on_and_tells():
 
 
 @pytest.mark.parametrize("function", ["make_env", "make_env_in_mode"])
-def test_an_env_that_a_function_makes_is_drawn(function):
+def test_an_env_made_by_a_function_is_rendered(function):
     env = backend(function)
     env.reset(EpisodeSeeds(0))
     assert env.render(0).shape == (4, 6, 3) and env.no_picture(0) is None
 
 
-def test_an_env_that_cannot_render_reports_what_is_needed():
+def test_an_env_without_a_render_mode_gives_the_requirement():
     env = SerialBackend(GymConfig(name=f"{DOUBLES}:Shows", kwargs={"space": spaces.Discrete(2), "value": 1}), 1)
     env.reset(EpisodeSeeds(0))
     assert env.render(0) is None
@@ -289,7 +289,7 @@ def test_fresh_backend_continues_bit_identically_from_a_state(name):
         assert (one.final["state"] == two.final["state"]).all()
 
 
-def test_env_that_cannot_tell_has_no_state():
+def test_an_env_that_cannot_save_has_no_state():
     env = SerialBackend(GymConfig(name=f"{DOUBLES}:Shows", kwargs={"space": spaces.Discrete(2), "value": 1}), 1)
     env.reset(EpisodeSeeds(0))
     assert env.state() is None

@@ -1,4 +1,4 @@
-"""Forward kinematics against mujoco's own."""
+"""Forward kinematics compared with mujoco's."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def _models():
 
 
 def _random_poses(model, n=5):
-    # not normalised quaternions on purpose: mujoco normalises them too
+    # deliberately not normalised quaternions: mujoco normalises them too
     return np.random.default_rng(0).uniform(-1.5, 1.5, (n, model.nq))
 
 

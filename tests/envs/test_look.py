@@ -1,4 +1,4 @@
-"""Looks, and what else a camera gives: depth, segmentation, the static of a screen."""
+"""Appearances, depth, segmentation and the noise screen of the renderer."""
 
 import colorsys
 import hashlib
@@ -58,13 +58,13 @@ def _goal(n):
     return np.tile([0.1, 0.1, 0.1], (n, 1))
 
 
-def test_standard_pictures_never_change():
+def test_images_of_the_standard_appearance_never_change():
     views = _renderer(*_cubes()).views(_qpos(4, (0, -0.1, 0.022), (0.1, 0.05, 0.022)), _goal(4), CAMERAS, 64)
     digests = {name: hashlib.blake2b(pixels.tobytes(), digest_size=8).hexdigest() for name, pixels in views.items()}
     assert digests == {"rgb/head": "10015c3d3db5907f", "rgb/wrist": "edf46b6260dcadff"}
 
 
-def test_the_standard_look_is_the_picture_without_one():
+def test_the_default_is_the_standard_appearance():
     renderer, qpos = _renderer(*_cubes()), _qpos(3, (0, -0.1, 0.022), (0.1, 0.05, 0.022))
     plain = renderer.views(qpos, _goal(3), CAMERAS, 48)
     same = renderer.views(qpos, _goal(3), CAMERAS, 48, renderer.standard_appearance(3))
@@ -72,7 +72,7 @@ def test_the_standard_look_is_the_picture_without_one():
         np.testing.assert_array_equal(plain[name], same[name])
 
 
-def test_each_switch_changes_what_it_says_and_nothing_else():
+def test_each_switch_changes_its_fields_and_nothing_else():
     renderer = _renderer(*_cubes(), SCREEN)
     standard = renderer.standard_appearance(1).rows(0)
     everything = renderer.random_appearance(np.random.default_rng(7), ALL_SWITCHES)
@@ -110,12 +110,12 @@ def test_random_colours_are_broad_but_a_red_cube_stays_red():
             assert max(colorsys.rgb_to_hsv(*one[g])[1] for one in rgb) < 0.56
 
 
-def test_the_table_is_never_painted_like_the_goal():
+def test_the_colour_of_the_table_is_never_close_to_that_of_the_goal():
     renderer = _renderer()
     table, goal = renderer._shapes.ground, renderer._shapes.label == GOAL
     looks = [renderer.random_appearance(np.random.default_rng(seed), ALL_SWITCHES).rgb for seed in range(200)]
     apart = [np.linalg.norm(rgb[table] - rgb[goal][0]) for rgb in looks]
-    # without care the nearest of these is 0.23
+    # without a minimum distance the smallest is 0.23
     assert 0.35 <= min(apart) < 0.36
 
 
@@ -133,7 +133,7 @@ def test_random_light_and_cameras_stay_in_their_ranges():
         assert 0.9 * reach[name][0] < pos <= reach[name][0] and 0.9 * reach[name][1] < turn <= reach[name][1]
 
 
-def test_pictures_side_by_side_are_kept_apart():
+def test_side_by_side_images_have_a_border():
     black = {name: np.zeros((1, 3, 32, 32), np.uint8) for name in ("head", "left", "right")}
     pale = side_by_side(black).min(axis=(0, 2)) > 200
     assert np.flatnonzero(pale).tolist() == [14, 15, 16, 17, 30, 31, 32, 33]
@@ -147,9 +147,9 @@ def test_rotations_turn_about_their_vector():
     np.testing.assert_allclose(turned[2] @ [0.3, -0.2, 0.1], [0.3, -0.2, 0.1])
 
 
-def test_a_moved_camera_sees_what_a_camera_there_would_see():
+def test_a_moved_camera_shifts_the_image_by_the_parallax():
     renderer, qpos, goal = _renderer(), _qpos(1), _goal(1)
-    # 5 cm to the right: what is 1 m away moves to the left by 0.05 of a picture's half width / tangent
+    # 5 cm to the right: a point 1 m away moves to the left by 0.05 / tangent of the half width of the image
     look = renderer.standard_appearance(1)
     look.camera_pos[0, renderer.cameras.index("head"), 0] = 0.05
     kinds = ("depth", "segmentation")
@@ -162,7 +162,7 @@ def test_a_moved_camera_sees_what_a_camera_there_would_see():
     assert at[0][0] == pytest.approx(at[1][0], abs=0.5)
 
 
-def test_looks_of_rows_are_their_own():
+def test_each_robot_has_its_own_appearance():
     renderer, qpos = _renderer(*_cubes(), SCREEN), np.tile(_qpos(1, (0, -0.1, 0.022), (0.1, 0.05, 0.022)), (5, 1))
     looks = renderer.standard_appearance(5)
     for row in range(1, 5):
@@ -191,12 +191,12 @@ def test_depth_is_along_the_optical_axis():
     v, u = np.meshgrid(*[np.tan(np.deg2rad(43) / 2) * s * (np.arange(65) - 32) / 32.5 for s in (-1, 1)], indexing="ij")
     rays = np.stack([u, v, -np.ones_like(u)], -1) @ axes.T
     z = eye[2] + depth["depth/head"][0, 0] * rays[..., 2]
-    # what is not the robot is the table's top, its edge and legs, or the floor
+    # scenery is the table's top, its edge and legs, or the floor
     top, floor = np.abs(z) < 1e-5, np.abs(z + 0.72) < 1e-5
     assert top[table].sum() > 500 and floor[table].sum() > 300 and (top | floor)[table].mean() > 0.9
 
 
-def test_nothing_is_at_depth_zero():
+def test_the_background_has_depth_zero():
     renderer, qpos = _renderer(), _qpos(1)
     look = renderer.standard_appearance(1)
     # turn the head camera upside up: it sees the sky
@@ -206,7 +206,7 @@ def test_nothing_is_at_depth_zero():
     assert (views["rgb/head"][0, :, 3, 3] == np.floor(255 * look.background[0] + 0.5)).all()
 
 
-def test_segmentation_names_what_is_there():
+def test_segmentation_labels_objects_robot_and_goal():
     cap = Part(
         '<body name="bell" pos="0 0 0.1"><freejoint/><geom type="box" size="0.03 0.03 0.03" mass="1"/>'
         '<body pos="0 0 0.05"><joint type="slide" axis="0 0 1"/><geom type="sphere" size="0.02" mass="0.1"/></body>'
@@ -219,14 +219,14 @@ def test_segmentation_names_what_is_there():
     assert set(np.unique(labels)) <= {NOTHING, SCENERY, ROBOT, OBJECTS, OBJECTS + 1, OBJECTS + 2, GOAL}
     red, green, blue = (rgb[:, labels == label].mean(axis=1) for label in (OBJECTS, GOAL, OBJECTS + 1))
     assert red.argmax() == 0 and green.argmax() == 1 and blue.argmax() == 2
-    # the box and the cap on its slide are one thing
+    # the box and the cap on its slide are one object
     assert (labels == OBJECTS + 2).sum() > 100
     rows = np.flatnonzero((labels == OBJECTS + 2).any(axis=1))
     assert len(rows) == np.ptp(rows) + 1
     assert renderer._shapes.label[-3:].tolist() == [OBJECTS + 2, OBJECTS + 2, GOAL]
 
 
-def test_static_is_a_function_of_its_number():
+def test_screen_noise_is_a_function_of_its_seed():
     renderer, qpos = _renderer(SCREEN), np.tile(_qpos(1), (4, 1))
     look = renderer.standard_appearance(4)
     look.noise[:] = [5, 5, 6, -1]
@@ -235,7 +235,7 @@ def test_static_is_a_function_of_its_number():
     np.testing.assert_array_equal(rgb[0], rgb[1])
     changed = (rgb[0] != rgb[2]).any(axis=0)
     off = (rgb[0] != rgb[3]).any(axis=0)
-    # only the screen changes, and all of it but cells that happen to be alike
+    # only the screen changes, and all of it except cells that are equal by chance
     assert off.sum() > 300 and not (changed & ~off).any() and changed.sum() > 0.95 * off.sum()
     colours = np.unique(rgb[0][:, off], axis=1)
     assert 60 < colours.shape[1] <= 16 * 9 and 100 < colours.mean() < 155
@@ -243,8 +243,8 @@ def test_static_is_a_function_of_its_number():
     np.testing.assert_array_equal(rgb[3], renderer.views(qpos[:1], _goal(1), ("head",), 128)["rgb/head"][0])
 
 
-def test_nothing_is_compiled_twice():
-    """Compiling takes seconds: no number of robots or cameras, and no look, may lead to arrays of another kind."""
+def test_kernels_are_compiled_once():
+    """Compiling takes seconds: array types must not depend on the number of robots or cameras or the appearance."""
     _renderer().views(_qpos(3), _goal(3), CAMERAS, 8, points=4)
     compiled = len(draw.signatures), len(point_clouds.signatures)
     for renderer in (_renderer(), _renderer(Part('<camera name="above" pos="0 0 1.2"/>'), marker=None)):
@@ -256,25 +256,25 @@ def test_nothing_is_compiled_twice():
     assert compiled == (len(draw.signatures), len(point_clouds.signatures))
 
 
-def test_a_look_needs_a_row_per_robot():
+def test_an_appearance_needs_a_row_per_robot():
     renderer = _renderer()
     with pytest.raises(ValueError, match="1 rows for 2 robots"):
         renderer.views(_qpos(2), _goal(2), CAMERAS, 16, renderer.standard_appearance(1))
 
 
-def test_unknown_cameras_and_views_are_told():
+def test_unknown_cameras_and_views_are_refused():
     with pytest.raises(UserError, match="camera 'side'; .*head, wrist"):
         _renderer().views(_qpos(1), _goal(1), ("side",), 16)
     with pytest.raises(UserError, match="'normals'.*rgb, depth, segmentation"):
         _renderer().views(_qpos(1), _goal(1), CAMERAS, 16, kinds=("rgb", "normals"))
 
 
-def test_robots_of_different_scenes_are_seen_together_and_each_with_its_look():
+def test_robots_of_different_scenes_are_rendered_together_with_their_appearances():
     env = Tabletop(TabletopConfig(task=("lift_d0", "stack_d0"), threads=1), 4)
     env.reset(EpisodeSeeds(0, total_envs=4))
     world, rows, kinds = env._world, np.arange(4), ("rgb", "segmentation")
     plain = world.views(rows, env._goal, ("head",), 96, kinds)
-    # the robots with two cubes are the odd ones
+    # robots 1 and 3 have two cubes
     blue = (plain["segmentation/head"] == OBJECTS + 1).sum(axis=(1, 2, 3))
     assert (blue[1::2] > 5).all() and (blue[::2] == 0).all()
     np.testing.assert_array_equal(plain["rgb/head"], world.views(rows, env._goal, ("head",), 96)["rgb/head"])
@@ -287,7 +287,7 @@ def test_robots_of_different_scenes_are_seen_together_and_each_with_its_look():
     env.close()
 
 
-def test_a_picture_shows_all_cameras():
+def test_render_shows_all_cameras():
     second = Part('<camera name="above" pos="0 0 1.2" fovy="60"/>')
     renderer = _renderer(second)
     picture = renderer.picture(_qpos(1), _goal(1))
@@ -295,5 +295,5 @@ def test_a_picture_shows_all_cameras():
     views = renderer.views(_qpos(1), _goal(1), renderer.cameras, 256)
     for k, name in enumerate(renderer.cameras):
         part = picture[:, 256 * k : 256 * (k + 1)].astype(int)
-        # smoothed edges apart it is what the camera sees
+        # except for smoothed edges it equals the camera's view
         assert (np.abs(part - views[f"rgb/{name}"][0].transpose(1, 2, 0)) <= 2).mean() > 0.9

@@ -1,4 +1,4 @@
-"""MuJoCo's own renderer beside the suite's; left out where there is no GL."""
+"""MuJoCo's renderer compared with the suite's; skipped without GL."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def pretty(model):
+def mujoco_renderer(model):
     try:
         renderer = mujoco_render.MujocoRenderer(model)
     except UserError as error:
@@ -34,10 +34,10 @@ def pretty(model):
     renderer.close()
 
 
-def test_things_are_where_the_suites_renderer_draws_them(model, pretty):
+def test_objects_are_at_the_same_pixels_as_with_the_suites_renderer(model, mujoco_renderer):
     own = Renderer(model, Kinematics(model), threads=1)
     labels = own.views(QPOS, GOALS, CAMERAS, 96, kinds=("segmentation",))
-    views = pretty.views(QPOS, GOALS, CAMERAS, 96)
+    views = mujoco_renderer.views(QPOS, GOALS, CAMERAS, 96)
     for i in range(2):
         rgb, label = views["rgb/head"][i].astype(int), labels["segmentation/head"][i, 0]
         red = (rgb[0] > 1.8 * rgb[1]) & (rgb[0] > 1.8 * rgb[2]) & (np.abs(rgb[1] - rgb[2]) < 40)
@@ -49,34 +49,34 @@ def test_things_are_where_the_suites_renderer_draws_them(model, pretty):
     assert views["rgb/wrist"].std() > 10
 
 
-def test_looks_repaint_and_leave_the_physics_alone(model, pretty):
+def test_appearances_change_colours_and_not_the_model(model, mujoco_renderer):
     before = model.geom_rgba.copy()
     own = Renderer(model, Kinematics(model), threads=1)
     look = own.standard_appearance(2)
-    plain = pretty.views(QPOS, GOALS, ("head",), 64)["rgb/head"]
-    same = pretty.views(QPOS, GOALS, ("head",), 64, look)["rgb/head"]
+    plain = mujoco_renderer.views(QPOS, GOALS, ("head",), 64)["rgb/head"]
+    same = mujoco_renderer.views(QPOS, GOALS, ("head",), 64, look)["rgb/head"]
     np.testing.assert_array_equal(plain, same)
     look.rgb[1, model.geom("table").id] = [0.1, 0.2, 0.9]
-    blue = pretty.views(QPOS, GOALS, ("head",), 64, look)["rgb/head"].astype(int)
+    blue = mujoco_renderer.views(QPOS, GOALS, ("head",), 64, look)["rgb/head"].astype(int)
     np.testing.assert_array_equal(plain[0], blue[0])
     assert ((blue[1, 2] - blue[1, 0]) > 60).mean() > 0.3
-    np.testing.assert_array_equal(pretty.views(QPOS, GOALS, ("head",), 64)["rgb/head"], plain)
+    np.testing.assert_array_equal(mujoco_renderer.views(QPOS, GOALS, ("head",), 64)["rgb/head"], plain)
     np.testing.assert_array_equal(model.geom_rgba, before)
 
 
-def test_picture_has_the_size_of_the_other_renderers(model, pretty):
-    picture = pretty.picture(QPOS[:1], GOALS[:1])
+def test_images_have_the_size_of_the_other_renderer(model, mujoco_renderer):
+    picture = mujoco_renderer.picture(QPOS[:1], GOALS[:1])
     assert picture.shape == (256, 512, 3) and picture.dtype == np.uint8 and picture.std() > 20
 
 
-def test_a_disc_is_drawn_too(model, pretty):
+def test_a_disc_is_rendered(model, mujoco_renderer):
     disc = mujoco_render.MujocoRenderer(model, Marker("disc", 0.05))
     rgb = disc.views(QPOS[:1], np.array([[0.1, 0.1, 0.001]]), ("head",), 64)["rgb/head"][0].astype(int)
     disc.close()
     assert ((rgb[1] > 1.5 * rgb[0]) & (rgb[1] > 1.2 * rgb[2])).sum() > 20
 
 
-def test_a_mujoco_gl_that_does_not_work_is_named():
+def test_the_error_of_a_broken_mujoco_gl_names_it():
     code = """
 from sparring.envs.tabletop.scene import Scene
 from sparring.errors import UserError
@@ -91,10 +91,10 @@ except UserError as error:
     assert "env.video_renderer=builtin" in done.stdout and "MUJOCO_GL=egl" in done.stdout
 
 
-def test_without_gl_one_is_told_what_to_install(model, monkeypatch):
+def test_the_error_without_gl_names_packages_to_install(model, monkeypatch):
     monkeypatch.setattr(mujoco_render, "_WINDOWLESS", ("no_such_module",))
     mujoco_render.windowless_gl.cache_clear()
     with pytest.raises(UserError, match="libegl1 libgl1.*libosmesa6"):
         mujoco_render.MujocoRenderer(model)
-    # nothing was kept: the next one who asks gets the truth
+    # the failure is not cached: the next call tries again
     assert mujoco_render.windowless_gl.cache_info().currsize == 0

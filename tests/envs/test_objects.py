@@ -1,4 +1,4 @@
-"""Cubes on the table: grasped by friction, pushed, lifted, seen, and mixed with tasks that have none."""
+"""Cubes on the table: grasped by friction, pushed, lifted, rendered, and mixed with tasks without cubes."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ MIXED = ("reach_d0", "lift_d2", "push_d2")
 PICKS = [f"pick_{colour}" for colour in ("red", "blue", "green")]
 
 
-def test_there_are_tasks_with_three_distributions_each():
+def test_the_registry_has_all_tasks_with_three_distributions_each():
     names = (
         "reach",
         "push",
@@ -77,7 +77,7 @@ def test_friction_holds_the_cube_and_opening_the_gripper_drops_it():
     env = _lifted()
     height = env.situation().objects[:, 0, 2]
     assert (height > 0.09).all()
-    # two seconds later it has not slipped by half a millimetre
+    # in two seconds it slips by less than half a millimetre
     _go(env, env.situation().hand, -1, 50)
     np.testing.assert_allclose(env.situation().objects[:, 0, 2], height, atol=5e-4)
     assert find("lift_d0").score(env.situation())[1].all()
@@ -105,7 +105,7 @@ def test_reach_has_no_cube():
     assert find("lift_d2").scene.compile().nq == 15
 
 
-def test_state_holds_what_its_layout_says():
+def test_the_state_follows_its_layout():
     env, _ = _tabletop(4, task="push_d2", control_mode="delta_ee_pos")
     for action in _actions(env, 10):
         state = env.step(action).observation["state"]
@@ -118,7 +118,7 @@ def test_state_holds_what_its_layout_says():
     zero = np.zeros(4)
     expected = np.stack([np.cos(yaw), np.sin(yaw), zero, -np.sin(yaw), np.cos(yaw), zero], axis=1)
     np.testing.assert_allclose(_block(state, "object0_rotation"), expected, atol=1e-3)
-    blind, observation = _tabletop(2, task="push_d2", object_state="hidden")
+    hidden, observation = _tabletop(2, task="push_d2", object_state="hidden")
     assert observation["state"].shape == (2, 30)
 
 
@@ -150,14 +150,14 @@ def test_lift_reward_by_hand():
 
 def test_push_reward_by_hand():
     score = find("push_d0").score
-    # the hand is where it should push from, 10 cm to go
+    # the hand is where it should push from, 10 cm from the goal
     reward, done = score(_situation((-0.035, 0, 0.03), (0, 0, 0.022), goal=(0.1, 0, 0)))
     assert reward[0] == pytest.approx((0.2 + 0.8 * (1 - np.tanh(0.8))) / 1.5) and not done[0]
     reward, done = score(_situation((-0.035, 0, 0.03), (0, 0, 0.022), goal=(0.001, 0, 0)))
     assert reward[0] > 0.99 and done[0]
 
 
-def _two(hand, cube, below, width=0.08, grip=0.04):
+def _two_cubes(hand, cube, below, width=0.08, grip=0.04):
     pair = np.array([[cube, below]], float)
     goal, quats = np.zeros((1, 3)), np.zeros((1, 2, 4))
     return Situation(np.array([[hand]], float), goal, np.array([[width]]), np.array([[grip]]), pair, quats)
@@ -166,19 +166,19 @@ def _two(hand, cube, below, width=0.08, grip=0.04):
 def test_stack_reward_by_hand():
     score, below = find("stack_d0").score, (0.2, 0, 0.022)
     held = dict(width=0.044, grip=0.0)
-    # held 20 cm beside its place and as low as it stood: 0.15 near, 0.1 held
-    reward, done = score(_two((0, 0, 0.022), (0, 0, 0.022), below, **held))
+    # held 20 cm away from its goal and at its initial height: 0.15 near, 0.1 held
+    reward, done = score(_two_cubes((0, 0, 0.022), (0, 0, 0.022), below, **held))
     assert reward[0] == pytest.approx(0.25 + 0.35 * (1 - np.tanh(8 * np.hypot(0.2, 0.044)))) and not done[0]
-    # on its place and still held
-    reward, done = score(_two((0.2, 0, 0.066), (0.2, 0, 0.066), below, **held))
+    # at its goal and still held
+    reward, done = score(_two_cubes((0.2, 0, 0.066), (0.2, 0, 0.066), below, **held))
     assert reward[0] == pytest.approx(0.65 + 0.2 * 0.044 / 0.08) and not done[0]
-    # let go, the hand not yet away, and away
-    reward, done = score(_two((0.2, 0, 0.066), (0.2, 0, 0.066), below))
+    # released: first with the hand still near, then with the hand away
+    reward, done = score(_two_cubes((0.2, 0, 0.066), (0.2, 0, 0.066), below))
     assert reward[0] == pytest.approx(0.65 + 0.2) and not done[0]
-    reward, done = score(_two((0.2, 0, 0.12), (0.2, 0, 0.066), below))
+    reward, done = score(_two_cubes((0.2, 0, 0.12), (0.2, 0, 0.066), below))
     assert reward[0] == 1 and done[0]
-    # beside it on the table is not on it
-    assert not score(_two((0.2, 0, 0.12), (0.2, 0, 0.022), (0.22, 0, 0.022)))[1][0]
+    # next to the other cube on the table is not on it
+    assert not score(_two_cubes((0.2, 0, 0.12), (0.2, 0, 0.022), (0.22, 0, 0.022)))[1][0]
 
 
 def test_a_cube_cannot_be_pushed_onto_the_plate():
@@ -192,7 +192,7 @@ def test_a_cube_cannot_be_pushed_onto_the_plate():
     assert (now.objects[:, 0, 2] < 0.03).all()
 
 
-def test_sparse_reward_is_paid_once_at_the_end_of_a_success():
+def test_the_sparse_reward_is_given_once_at_the_end_of_a_success():
     env, _ = _tabletop(2, max_episode_steps=8, reward="sparse")
     near, rewards = env.situation().hand.copy(), []
     for number in range(1, 9):
@@ -215,7 +215,7 @@ def test_starts_stay_in_their_ranges_and_use_them(task):
     assert np.abs(yaw).max() <= find(task).yaw + 1e-9 and np.ptp(yaw) >= 1.8 * find(task).yaw
 
 
-def test_the_widest_distribution_covers_60_percent_of_what_can_be_reached():
+def test_the_widest_distribution_covers_60_percent_of_the_reachable_area():
     # the hand touches the table, pointing down, between 10 and 53 cm from the base, up to 2.6 rad to the side
     x, y = np.meshgrid(np.linspace(-0.5, 0.5, 201), np.linspace(-0.55, 0.55, 221))
     radius, angle = np.hypot(x + 0.38, y), np.abs(np.arctan2(y, x + 0.38))
@@ -224,7 +224,7 @@ def test_the_widest_distribution_covers_60_percent_of_what_can_be_reached():
     assert inside.sum() / reachable.sum() > 0.6
 
 
-def test_discs_are_as_far_as_they_say():
+def test_distances_of_discs_are_in_their_range():
     for task in ("push_d0", "push_d1", "push_d2"):
         env, _ = _tabletop(100, task=task)
         now = env.situation()
@@ -239,20 +239,20 @@ def test_phrasings_are_drawn_per_episode():
     assert set(observation["task"]) == {0, 1, 2, 3} and env.spec.task_names == ("lift_d0",) * 4
     again = env.step(np.zeros((64, 1, 7))).observation["task"]
     assert (again != observation["task"]).any()
-    # reports count them together
+    # reports aggregate all phrasings of a task
     episodes = [Episode(env=0, task=index, reward=1.0, steps=1, success=index < 2) for index in range(4)]
     scores = _score_by_task(episodes, env.spec)
     assert list(scores) == ["lift_d0"] and scores["lift_d0"].success.rate == 0.5
 
 
-def test_time_limits_are_the_tasks_own():
+def test_each_task_has_its_own_time_limit():
     env, _ = _tabletop(2, task=("lift_d0", "push_d0"))
     ends = [env.step(np.zeros((2, 1, 7))).truncated for _ in range(60)]
     assert np.flatnonzero([end[0] for end in ends]).tolist() == [49]
     assert np.flatnonzero([end[1] for end in ends]).tolist() == [59] and env.spec.max_episode_steps == 60
 
 
-def test_mixed_robots_do_as_they_do_alone():
+def test_mixed_robots_behave_as_without_the_others():
     mixed, observation = _tabletop(6, task=MIXED)
     assert len(mixed._world._groups) == 3 and observation["state"].shape == (6, 51)
     # reach has no object: its blocks are zero
@@ -264,7 +264,7 @@ def test_mixed_robots_do_as_they_do_alone():
             np.testing.assert_array_equal(reward[row::3], env.step(action).reward[row::3])
 
 
-def test_mixed_robots_are_drawn_as_they_are_alone():
+def test_mixed_robots_are_rendered_as_without_the_others():
     mixed, observation = _tabletop(6, task=MIXED, cameras=("head", "wrist"), image_size=32)
     for row in range(3):
         _, alone = _tabletop(6, task=MIXED[row], cameras=("head", "wrist"), image_size=32)
@@ -278,11 +278,11 @@ def _reddish(image):
     return (red > 100) & (green < 0.5 * red) & (blue < 0.5 * red)
 
 
-def test_cubes_are_seen_wherever_they_stand():
+def test_cubes_are_visible_at_all_positions():
     _, observation = _tabletop(60, task="lift_d2", cameras=("head",), image_size=64)
     assert RED[0] > 2 * RED[1]
     seen = [_reddish(image).sum() for image in observation["image/head"]]
-    # the arm hides a few
+    # the arm occludes a few
     assert np.mean(np.array(seen) >= 4) > 0.9
     _, without = _tabletop(1, task="reach_d0", cameras=("head",), image_size=64)
     assert _reddish(without["image/head"][0]).sum() == 0
@@ -302,7 +302,7 @@ def test_number_of_threads_changes_nothing():
             _assert_same_step(steps[0], step)
 
 
-def test_set_state_goes_back_while_the_cube_is_held():
+def test_set_state_restores_a_held_cube():
     env = _lifted()
     state, actions = env.state(), _actions(env, 15)
     once = [env.step(action) for action in actions]
@@ -339,25 +339,25 @@ def test_a_fresh_process_continues_bit_identically(tmp_path):
 
 
 @pytest.mark.parametrize("d", range(3))
-def test_only_words_tell_which_cube_is_wanted(d):
+def test_only_the_instruction_determines_the_target_cube(d):
     tasks = [find(f"{pick}_d{d}") for pick in PICKS]
     assert len({frozenset(task.scene.objects) for task in tasks}) == 1
     assert [task.scene.objects[0].name for task in tasks] == ["red_cube", "blue_cube", "green_cube"]
     assert not set(tasks[0].instructions) & set(tasks[1].instructions)
     rng = np.random.default_rng(0)
-    # [100, 3 cubes, 2], whichever is asked for
+    # [100, 3 cubes, 2], for any target colour
     points = np.stack([task.start(rng).objects[:, :2] for task in tasks for _ in range(100)])
     gaps = [np.linalg.norm(points[:, i] - points[:, j], axis=1).min() for i, j in ((0, 1), (0, 2), (1, 2))]
     assert min(gaps) >= 0.10
 
 
-def test_narrow_picks_have_a_place_for_each_colour():
+def test_in_d0_each_colour_has_its_own_region():
     rng = np.random.default_rng(0)
     y = {pick: np.array([find(f"{pick}_d0").start(rng).objects[0, 1] for _ in range(50)]) for pick in PICKS}
     assert y["pick_red"].min() > 0.05 and np.abs(y["pick_blue"]).max() < 0.04 and y["pick_green"].max() < -0.05
 
 
-def test_another_cube_does_not_count():
+def test_lifting_another_cube_is_no_success():
     env, _ = _tabletop(2, task="pick_red_d0", control_mode="delta_ee_pos")
     objects, up = env.situation().objects.copy(), [0, 0, 0.1]
     task, now = find("pick_red_d0"), env.situation()

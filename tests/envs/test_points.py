@@ -1,4 +1,4 @@
-"""Point clouds against depths worked out by hand and a brute-force sampler."""
+"""Point clouds compared with depths computed by hand and a brute-force sampler."""
 
 import numpy as np
 
@@ -23,10 +23,10 @@ def _farthest(points, centre, count):
     return [chosen[k % len(chosen)] for k in range(count)]
 
 
-def test_pixels_go_back_to_where_they_were_seen():
+def test_pixels_are_unprojected_to_their_positions():
     depth = np.zeros((1, 1, 4, 4), np.float32)
     rgb = np.zeros((1, 1, 3, 4, 4), np.uint8)
-    # top left and the one right of the middle, below: everything else shows nothing
+    # the top left pixel and the one right of and below the centre; all others have no depth
     depth[0, 0, 0, 0], depth[0, 0, 2, 2] = 2.0, 4.0
     rgb[0, 0, :, 0, 0] = 255, 0, 51
     cloud = point_clouds(depth, rgb, *_camera(), np.array([0.5]), *EVERYWHERE, 2)[0]
@@ -59,7 +59,7 @@ def test_sampling_agrees_with_brute_force():
         np.testing.assert_allclose(clouds[i], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_few_points_are_repeated_and_none_are_zeros():
+def test_few_points_are_repeated_and_an_empty_cloud_is_zeros():
     depth = np.zeros((2, 1, 4, 4), np.float32)
     depth[0, 0, 1, :3] = 1.0
     rgb = np.full((2, 1, 3, 4, 4), 255, np.uint8)

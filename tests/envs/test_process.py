@@ -1,4 +1,4 @@
-"""Worker processes: the same results as in one process, errors that say where, and nothing left behind."""
+"""Worker processes: the same results as in one process, errors that name the worker, and clean ends."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
 
 @pytest.fixture
 def make():
-    """Makes process backends and closes them after the test."""
+    """Make process backends and close them after the test."""
     made = []
 
     def make(name="Counter", num_envs=2, workers=2, max_episode_steps=None, **kwargs):
@@ -90,7 +90,7 @@ def test_state_moves_between_serial_and_process(make):
     assert {key: value.tolist() for key, value in serial.state().items()} == {k: v.tolist() for k, v in again.items()}
 
 
-def test_results_are_copies_and_pictures_come_along(make):
+def test_results_are_copies_and_include_frames(make):
     backend = make(num_envs=3, length=3)
     first = backend.reset(EpisodeSeeds(0))
     backend.record([2])
@@ -103,7 +103,7 @@ def test_results_are_copies_and_pictures_come_along(make):
     assert backend.no_picture(1) is None
 
 
-def test_spec_learns_that_an_env_reports_success(make):
+def test_the_spec_is_updated_when_an_env_reports_success(make):
     backend = make("Succeeds")
     backend.reset(EpisodeSeeds(0))
     assert not backend.spec.reports_success
@@ -116,12 +116,12 @@ def test_workers_never_import_torch(make):
     assert backend.reset(EpisodeSeeds(0))["state"].tolist() == [[1, 0, 0], [1, 0, 0]]
 
 
-def test_envs_are_dealt_out_evenly():
+def test_envs_are_split_evenly():
     assert _slices(5, 2) == [range(0, 2), range(2, 5)]
     assert _slices(2, 8) == [range(0, 1), range(1, 2)]
 
 
-# --- what goes wrong
+# --- errors
 
 
 def test_error_names_the_env_and_carries_the_traceback(make):
@@ -138,14 +138,14 @@ def test_error_names_the_env_and_carries_the_traceback(make):
     assert backend.reset(seeds)["state"][:, 0].tolist() == [0, 0, 0, 0]
 
 
-def test_error_while_making_leaves_nothing_behind():
+def test_an_error_at_creation_leaves_no_worker():
     before = set(psutil.Process().children())
     with pytest.raises(UserError, match=r"worker 0 \(envs 0..0\): env.name=gym:NoSuchEnv-v0 cannot be created"):
         ProcessBackend(config("gym:NoSuchEnv-v0", 2), 2)
     assert not [child for child in set(psutil.Process().children()) - before if "worker" in " ".join(child.cmdline())]
 
 
-def test_death_of_a_worker_is_told_at_once(make):
+def test_death_of_a_worker_is_reported_at_once(make):
     seeds = EpisodeSeeds(0, total_envs=2)
     backend = make("Breaks", 2, 2, how="kill", only_seed=seeds(1, 0))
     backend.reset(seeds)
@@ -157,13 +157,13 @@ def test_death_of_a_worker_is_told_at_once(make):
         backend.step(chunks(2))
 
 
-def test_a_worker_that_crashes_leaves_its_last_words(make, monkeypatch):
+def test_the_error_of_a_crashed_worker_has_its_last_output(make, monkeypatch):
     monkeypatch.setattr(logging.getLogger("sparring"), "handlers", [logging.NullHandler()])
     backend = make("Breaks", 1, 1, how="crash")
     backend.reset(EpisodeSeeds(0))
-    with pytest.raises(WorkerError, match="died with exit code -11; its last output:") as told:
+    with pytest.raises(WorkerError, match="died with exit code -11; its last output:") as caught:
         backend.step(chunks(1, steps=2))
-    lines = str(told.value).splitlines()
+    lines = str(caught.value).splitlines()
     assert lines[1:3] == ["  about to crash", "  Fatal Python error: Segmentation fault"]
     assert any("gym_doubles.py" in line for line in lines[3:])
 
@@ -227,14 +227,14 @@ def test_a_worker_that_dies_after_a_restored_state_begins_the_right_episode(make
     assert after.final["state"][1, 0] == 2 and after.observation["state"][1, 1] == seeds(1, 2) % 1000
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(make):
+def test_a_signal_without_a_name_is_reported_by_its_number(make):
     backend = make(num_envs=1, workers=1)
     os.kill(pids(backend)[0], signal.SIGRTMIN + 1)
     with pytest.raises(WorkerError, match=f"died with exit code -{signal.SIGRTMIN + 1}"):
         backend.reset(EpisodeSeeds(0))
 
 
-def test_interrupted_backend_refuses_to_go_on(make, monkeypatch):
+def test_an_interrupted_backend_refuses_to_step(make, monkeypatch):
     backend = make()
     backend.reset(EpisodeSeeds(0))
 
@@ -253,7 +253,7 @@ def test_class_of_the_script_itself_is_refused():
         ProcessBackend(GymConfig(name="__main__:MyEnv"), 1)
 
 
-# --- nothing is left behind
+# --- clean ends
 
 
 def assert_gone(processes, seconds=3.0):
@@ -266,7 +266,7 @@ def assert_gone(processes, seconds=3.0):
 def test_close_ends_workers_and_memory_and_may_be_repeated(make):
     backend = make()
     workers, memory = pids(backend), backend._pool.memory
-    # all have it, so it needs no name that a killed process could leave behind
+    # all processes have mapped it, so its file is unlinked and a killed process cannot leave it behind
     assert memory.bytes.nbytes and not memory.handle.file.exists()
     backend.close()
     backend.close()
@@ -274,7 +274,7 @@ def test_close_ends_workers_and_memory_and_may_be_repeated(make):
     assert backend._pool.memory is None
 
 
-def test_garbage_is_cleaned_up_too():
+def test_workers_end_when_the_backend_is_garbage_collected():
     backend = ProcessBackend(config("Counter", 1), 1)
     workers = pids(backend)
     del backend
@@ -307,7 +307,7 @@ def start_script(how):
     )
 
 
-def test_script_without_main_guard_or_close_ends_silently():
+def test_a_script_without_main_guard_or_close_ends_without_errors():
     script = start_script("nothing")
     output, errors = script.communicate(timeout=60)
     assert (script.returncode, errors) == (0, "")
@@ -319,7 +319,7 @@ def test_ctrl_c_shows_the_parents_traceback_only():
     workers = [int(pid) for pid in script.stdout.readline().split()]
     time.sleep(0.2)
     os.killpg(script.pid, signal.SIGINT)
-    # a worker that sleeps is not waited for any longer than this
+    # the parent does not wait for a worker that sleeps
     _, errors = script.communicate(timeout=60)
     assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
     assert_gone(workers)

@@ -1,4 +1,4 @@
-"""The renderer on scenes whose pixels can be worked out by hand, and against mujoco's rays on the real one."""
+"""The renderer on scenes whose pixels can be computed by hand, and compared with mujoco's rays on the real scene."""
 
 import numpy as np
 import pytest
@@ -53,12 +53,12 @@ def _background():
 
 
 def _tangents():
-    """Offsets of pixel centres from the middle of the picture, at distance 1."""
+    """Offsets of pixel centres from the image centre, at distance 1."""
     x = (np.arange(SIZE) + 0.5) / SIZE * 2 - 1
     return np.meshgrid(x, -x)
 
 
-def test_sphere_has_the_right_outline_and_the_right_shade_in_the_middle():
+def test_a_sphere_has_the_right_outline_and_shade():
     picture = _picture((SPHERE, (1,), (0, 0, -2), np.eye(3), RED))
     # the outline of a ball at distance 2 r is a cone of 30 degrees
     x, y = _tangents()
@@ -82,7 +82,7 @@ def test_tube_from_its_side(kind):
     picture = _picture((kind, (0.5, 1.02), (0, 0, -3), LYING, RED))
     covered = _covered(picture)
     x, y = _tangents()
-    # across: a tangent to the circle at distance 3; up: the rim facing us at 2.5, or a tangent to the ball at the end
+    # across: a tangent to the circle at distance 3; up: the near rim at 2.5, or a tangent to the ball at the end
     across = covered[32].sum()
     assert across == (np.abs(x[32]) < 0.5 / np.sqrt(3**2 - 0.5**2)).sum()
     ball = np.tan(np.arctan2(1.02, 3) + np.arcsin(0.5 / np.hypot(1.02, 3)))
@@ -96,12 +96,12 @@ def test_ellipsoid_has_the_right_outline_and_shade():
     picture = _picture((ELLIPSOID, half, centre, turn, RED))
     x, y = _tangents()
     rays = np.stack([x, y, -np.ones_like(x)], -1)
-    # a ray hits when the ellipsoid's centre, seen along it in stretched space, is within 1
+    # a ray hits if its distance from the ellipsoid's centre in the space of the unit sphere is below 1
     d, o = (rays @ turn) / half, (-centre @ turn) / half
     along = (d @ o) / (d * d).sum(-1)
     hit = ((o - along[..., None] * d) ** 2).sum(-1) < 1
     np.testing.assert_array_equal(_covered(picture), hit)
-    # the normal is the gradient of the quadratic form at the point that is met
+    # the normal is the gradient of the quadratic form at the point of intersection
     t = -along - np.sqrt(along**2 - ((o * o).sum() - 1) / (d * d).sum(-1), where=hit, out=np.zeros_like(along))
     normal = ((o + t[..., None] * d) / half) @ turn.T
     normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
@@ -110,7 +110,7 @@ def test_ellipsoid_has_the_right_outline_and_shade():
     np.testing.assert_allclose(picture[hit].astype(int), expected, atol=1)
 
 
-def test_ellipsoid_of_equal_axes_is_the_sphere_also_through_the_near_plane():
+def test_an_ellipsoid_of_equal_axes_is_a_sphere_also_at_the_near_plane():
     for centre in [(0.2, 0.1, -1.5), (0.6, 0.1, -0.3)]:
         ball = _picture((SPHERE, (0.5,), centre, np.eye(3), RED))
         same = _picture((ELLIPSOID, (0.5, 0.5, 0.5), centre, LYING, RED))
@@ -132,7 +132,7 @@ def test_box_shows_its_front_and_its_side():
 def test_plane_has_tiles():
     picture = _picture((PLANE, (1,), (0, 0, -TILE), np.eye(3), RED))
     bright = AMBIENT + SKY + SUN * TO_SUN[2]
-    # at distance one tile each quadrant of the picture is one tile
+    # at distance one tile each quadrant of the image is one tile
     even, odd = picture[10, 60], picture[10, 10]
     assert even[0] == round(255 * 0.9 * bright) and odd[0] == round(255 * 0.9 * bright * (1 - TILE_CONTRAST))
 
@@ -168,7 +168,7 @@ def test_real_scene_agrees_with_mujocos_rays():
     model = Scene().compile()
     data, size = mujoco.MjData(model), 48
     renderer = Renderer(model, Kinematics(model), threads=1)
-    # no shadows, and the goal far out of sight
+    # no shadows, and the goal outside the images
     renderer._shapes = renderer._shapes._replace(ground=-1)
     qpos = _noisy_homes()
     images = renderer.views(qpos, np.full((3, 3), 1e3), ("head", "wrist"), size)
@@ -208,7 +208,7 @@ def _by_mujoco_rays(mujoco, model, data, camera, size):
     return (255 * np.minimum(rgb, 1) + 0.5).astype(int).reshape(size, size, 3)
 
 
-def test_the_goal_throws_a_shadow_on_the_table():
+def test_the_goal_casts_a_shadow_on_the_table():
     model = Scene().compile()
     renderer = Renderer(model, Kinematics(model), threads=1)
     home = np.array([[*HOME, 0.04, 0.04]])

@@ -41,7 +41,7 @@ def _block(state, name):
     return state[:, place] / observe.scales()[place]
 
 
-def test_spec_matches_what_is_observed():
+def test_the_spec_matches_the_observations():
     env, observation = _tabletop(cameras=("head", "wrist"), image_size=32)
     assert list(env.spec.observation) == ["state", "image/head", "image/wrist", "task"]
     for key, (shape, dtype) in env.spec.observation.items():
@@ -49,11 +49,11 @@ def test_spec_matches_what_is_observed():
     assert env.spec.control_hz == 25 and env.spec.max_episode_steps == 50 and env.spec.action_dim == 7
     step = env.step(_actions(env, 1)[0])
     assert step.reward.dtype == np.float32 and step.executed.dtype == np.int64
-    blind, _ = _tabletop(object_state="hidden")
-    assert env.spec.observation["state"][0] == (36,) and blind.spec.observation["state"][0] == (30,)
+    hidden, _ = _tabletop(object_state="hidden")
+    assert env.spec.observation["state"][0] == (36,) and hidden.spec.observation["state"][0] == (30,)
 
 
-def test_state_holds_what_its_layout_says():
+def test_the_state_follows_its_layout():
     env, observation = _tabletop()
     state = env.step(np.ones((3, 1, 7))).observation["state"]
     qpos = env._world._groups[0].physics.qpos(np.arange(3))
@@ -81,7 +81,7 @@ def test_reward_by_hand():
 
 
 @pytest.mark.parametrize("task", ["reach_d0", "reach_d1", "reach_d2"])
-def test_walking_straight_to_the_goal_succeeds(task):
+def test_moving_straight_to_the_goal_succeeds(task):
     env, observation = _tabletop(20, task=task, control_mode="delta_ee_pos")
     for _ in range(50):
         towards = _block(observation["state"], "goal_from_hand") / 0.02
@@ -133,7 +133,7 @@ def test_number_of_threads_changes_nothing(mode):
             np.testing.assert_array_equal(steps[0].reward, step.reward)
 
 
-def test_set_state_goes_back():
+def test_set_state_restores_the_env():
     env, _ = _tabletop(max_episode_steps=7)
     actions = _actions(env, 20)
     for action in actions[:5]:
@@ -194,7 +194,7 @@ def test_a_fresh_process_continues_bit_identically(tmp_path):
     np.testing.assert_array_equal(there["reward"], [step.reward for step in here])
 
 
-def test_a_chunk_is_its_steps_in_turn():
+def test_a_chunk_equals_its_single_steps():
     chunked, _ = _tabletop()
     single, _ = _tabletop()
     chunk = _actions(chunked, 1, chunk=3)[0]
@@ -250,11 +250,11 @@ def test_goals_stay_in_their_ranges(task):
     _, observation = _tabletop(100, task=task)
     goal = _block(observation["state"], "goal")
     assert (goal >= np.array(find(task).low) - 1e-6).all() and (goal <= np.array(find(task).high) + 1e-6).all()
-    # and use them
+    # and cover them
     assert (np.ptp(goal, axis=0) > 0.9 * np.subtract(find(task).high, find(task).low)).all()
 
 
-def test_several_tasks_are_dealt_out():
+def test_several_tasks_are_assigned_in_turn():
     env, observation = _tabletop(5, task=("reach_d0", "reach_d2"))
     assert [env.spec.task_names[index] for index in observation["task"]] == ["reach_d0", "reach_d2"] * 2 + ["reach_d0"]
     assert env.spec.task_names == ("reach_d0",) * 3 + ("reach_d2",) * 3 and len(env.spec.instructions) == 6
@@ -270,20 +270,20 @@ def test_actions_are_clipped():
 
 
 @pytest.mark.parametrize("mode", list(CONTROLS))
-def test_the_arm_never_leaves_its_limits_nor_its_mind(mode):
+def test_extreme_actions_keep_the_state_finite_and_bounded(mode):
     env, _ = _tabletop(4, control_mode=mode, action_scale=4.0)
     for action in np.sign(_actions(env, 100)):
-        # the same corner for ten steps on end
+        # the same extreme action for ten steps
         state = env.step(np.repeat(action, 10, axis=1)).observation["state"]
         assert np.isfinite(state).all() and np.abs(state).max() < 20
 
 
-def test_control_modes_say_what_they_take():
+def test_control_modes_have_their_action_dims():
     dims = {mode: control.action_dim for mode, control in CONTROLS.items()}
     assert dims == {"delta_qpos": 7, "delta_ee_pos": 4, "delta_ee": 7, "qpos": 7}
 
 
-def test_errors_tell_what_to_do():
+def test_errors_state_the_fix():
     with pytest.raises(ValueError, match="'raech_d1'.*did you mean 'reach_d1'.*one of: reach_d0, "):
         _tabletop(task="raech_d1")
     env, _ = _tabletop()
@@ -299,7 +299,7 @@ def test_errors_tell_what_to_do():
         Tabletop(TabletopConfig(threads=1), 1).step(np.zeros((1, 1, 7)))
 
 
-def test_a_closed_env_says_so():
+def test_a_closed_env_raises_an_error():
     env, _ = _tabletop(1)
     env.close()
     env.close()
@@ -309,7 +309,7 @@ def test_a_closed_env_says_so():
         env.reset(EpisodeSeeds(0))
 
 
-def test_infinite_actions_are_only_large():
+def test_infinite_actions_are_clipped():
     env, _ = _tabletop()
     other, _ = _tabletop()
     action = np.full((3, 1, 7), np.inf)
@@ -317,14 +317,14 @@ def test_infinite_actions_are_only_large():
     _assert_same(env.step(action).observation, other.step(np.sign(action)).observation)
 
 
-def test_recording_gives_a_picture_per_executed_step():
+def test_recording_gives_a_frame_per_executed_step():
     env, _ = _tabletop(max_episode_steps=4)
     env.record([2, 0])
     step = env.step(_actions(env, 1, chunk=3)[0])
     assert sorted(step.frames) == [0, 2] and [len(f) for f in step.frames.values()] == [3, 3]
     np.testing.assert_array_equal(drawn(step.frames[2][-1]), env.render(2))
     assert env.render(0).shape == (256, 512, 3) and env.render(0).dtype == np.uint8
-    # the episode ends after one more: its last picture is not of the next episode
+    # the episode ends after one more step: its last frame is not of the next episode
     last = env.step(_actions(env, 1, chunk=3)[0])
     assert len(last.frames[0]) == 1 and (drawn(last.frames[0][0]) != env.render(0)).any()
     env.record([])
@@ -362,7 +362,7 @@ def test_gymnasium(kwargs, task):
 
 
 @pytest.mark.parametrize("mode", ["delta_ee_pos", "delta_ee"])
-def test_a_hand_that_is_told_to_go_down_stops_above_the_table_and_comes_up_at_once(mode):
+def test_a_hand_that_moves_down_stops_above_the_table_and_moves_up_at_once(mode):
     env, _ = _tabletop(1, control_mode=mode, max_episode_steps=1000)
     down = np.zeros((1, 1, env.spec.action_dim))
     down[..., 2] = -1
@@ -376,7 +376,7 @@ def test_a_hand_that_is_told_to_go_down_stops_above_the_table_and_comes_up_at_on
 
 
 def _hand_after(mode, action, steps=40):
-    """How far the hand of one robot has gone, and how its joints and axes stand, once the motors have followed."""
+    """The displacement of the hand, the commanded joints and the hand's axes once the motors have followed."""
     env, _ = _tabletop(1, control_mode=mode, max_episode_steps=1000)
     before = env.situation().hand[0].copy()
     env.step(np.array(action, float)[None, None])
@@ -399,14 +399,14 @@ def test_one_delta_ee_action_moves_or_turns_the_hand():
     assert turned[2, 2] == pytest.approx(1, abs=1e-3)
 
 
-def test_qpos_goes_to_the_joints_it_is_told():
+def test_qpos_moves_to_the_commanded_joints():
     action = [0.1, 0, 0.2, 0.5, 0, -0.1, -1]
     _, command, _ = _hand_after("qpos", action)
     # the middles of the joints' ranges, plus part of their half widths
     middle, half = np.array([0, 0, 1.35, 0, 0, 0]), np.array([2.6, 1.6, 1.45, 2, 1.6, 3])
     np.testing.assert_allclose(command[:6], middle + half * action[:6], atol=1e-6)
     assert command[6] == 0
-    # and no faster than 0.1 rad a step
+    # at most 0.1 rad per step
     _, near, _ = _hand_after("qpos", [1] * 7, steps=0)
     _, still, _ = _hand_after("delta_qpos", [0] * 7, steps=0)
     np.testing.assert_allclose(near[:6] - still[:6], 0.1, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Two runs on the same episodes: hand-computed figures, intervals that hold what they promise, and verdicts."""
+"""Two runs on the same episodes: hand-computed statistics, coverage of the intervals, and verdicts."""
 
 import json
 from dataclasses import replace
@@ -34,35 +34,35 @@ def pairs(both: int, only_a: int, only_b: int, neither: int) -> tuple[np.ndarray
     return np.array(a), np.array(b)
 
 
-# ---- figures
+# ---- statistics
 
 
 @pytest.mark.parametrize(
     ("only_a", "only_b", "p"),
     [(0, 0, 1), (1, 0, 0.5), (5, 0, 1 / 32), (0, 6, 1 / 64), (12, 2, (2 * (1 + 14) + 91) / 2**14), (7, 7, 1)],
 )
-def test_mcnemars_mid_p_test_counts_coins(only_a, only_b, p):
+def test_mcnemars_mid_p_value(only_a, only_b, p):
     assert _mcnemar(only_a, only_b) == pytest.approx(p)
 
 
-def test_newcombes_interval_by_hand():
+def test_newcombes_interval_matches_a_published_example():
     """The worked example of Altman et al., Statistics with confidence (2000), table 6.2: 0.011 to 0.226."""
     found = _success_difference(*pairs(14, 5, 0, 22))
     assert found.effect == pytest.approx(5 / 41)
     assert (round(found.low, 3), round(found.high, 3)) == (0.011, 0.226)
     assert found.p == pytest.approx(1 / 32) and found.is_significant
-    turned = _success_difference(*reversed(pairs(14, 5, 0, 22)))
-    assert (turned.effect, turned.low, turned.high) == pytest.approx((-found.effect, -found.high, -found.low))
+    swapped = _success_difference(*reversed(pairs(14, 5, 0, 22)))
+    assert (swapped.effect, swapped.low, swapped.high) == pytest.approx((-found.effect, -found.high, -found.low))
 
 
-def test_without_an_unlike_pair_there_is_no_difference_but_still_doubt():
+def test_equal_results_have_no_difference_but_an_interval():
     found = _success_difference(*pairs(100, 0, 0, 0))
-    # the margins are those of Wilson's intervals of 100 of 100, squared and added: one of each is 0
+    # the margins combine those of two Wilson intervals of 100 of 100, of which one side is 0
     assert (found.effect, found.p) == (0, 1) and found.high == -found.low == pytest.approx(0.037, abs=1e-4)
 
 
-def test_flipping_signs_by_hand():
-    """Of three gaps of 1, two of the eight flips are as far from 0; and a mean of 0 is never nearer than others."""
+def test_sign_flip_test_and_student_interval():
+    """With three differences of 1, two of eight sign flips are as extreme; with a mean of 0 all are."""
     assert _mean_difference(np.ones(3), np.zeros(3)).p == pytest.approx(0.25, abs=0.02)
     assert _mean_difference(np.array([1.0, 2.0, -3.0]), np.zeros(3)).p == 1
     # gaps 0, 2, 4: mean 2, deviation 2, and t of 2 degrees of freedom
@@ -75,18 +75,18 @@ def test_flipping_signs_by_hand():
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(5, 2.571), (9, 2.262), (29, 2.045), (99, 1.984)])
-def test_students_quantiles_are_those_of_the_tables(freedom, quantile):
+def test_student_quantiles_match_tables(freedom, quantile):
     assert _student_quantile(freedom) == pytest.approx(quantile, abs=5e-3)
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_what_is_no_number_is_told(odd):
+def test_rewards_that_are_not_finite_are_refused(odd):
     with pytest.raises(UserError, match="1 of 3 episodes .* not finite"):
         _mean_difference(np.array([1.0, odd, 2.0]), np.zeros(3))
 
 
-def test_the_test_of_successes_keeps_its_word_and_seldom_differs_from_the_interval():
-    """Of two that are as likely to succeed in 40 episodes."""
+def test_success_test_has_its_level_and_agrees_with_the_interval():
+    """Two policies with equal success probability, 40 episodes."""
     rng, tries, alarms, edges = np.random.default_rng(0), 2000, 0, 0
     for a, b in rng.random((tries, 2, 40)) < 0.7:
         found = _success_difference(a, b)
@@ -95,27 +95,27 @@ def test_the_test_of_successes_keeps_its_word_and_seldom_differs_from_the_interv
     assert 0.03 <= alarms / tries <= 0.06 and edges / tries < 0.02
 
 
-@pytest.mark.parametrize(("a", "b", "alike", "n"), [(0.8, 0.7, 0.5, 50), (0.95, 0.95, 0.5, 100), (0.99, 0.9, 0.0, 50)])
-def test_the_interval_of_successes_holds_the_truth_in_95_of_100(a, b, alike, n):
-    rng, tries, held = np.random.default_rng(0), 1000, 0
+@pytest.mark.parametrize(("a", "b", "shared", "n"), [(0.8, 0.7, 0.5, 50), (0.95, 0.95, 0.5, 100), (0.99, 0.9, 0.0, 50)])
+def test_success_interval_has_its_coverage(a, b, shared, n):
+    rng, tries, covered = np.random.default_rng(0), 1000, 0
     for _ in range(tries):
-        # how hard an episode is, the same for both in some of them
+        # a share of the episodes is equally hard for both
         for_a, own = rng.random((2, n))
-        for_b = np.where(rng.random(n) < alike, for_a, own)
+        for_b = np.where(rng.random(n) < shared, for_a, own)
         found = _success_difference(for_a < a, for_b < b)
-        held += found.low <= a - b <= found.high
-    assert 0.94 <= held / tries <= 0.99
+        covered += found.low <= a - b <= found.high
+    assert 0.94 <= covered / tries <= 0.99
 
 
-def test_the_interval_of_rewards_holds_the_truth_and_the_test_keeps_its_word(monkeypatch):
+def test_reward_interval_has_its_coverage_and_the_test_its_level(monkeypatch):
     monkeypatch.setattr("sparring.evaluation.compare.FLIPS", 1000)
-    rng, tries, held, alarms = np.random.default_rng(0), 400, 0, 0
+    rng, tries, covered, alarms = np.random.default_rng(0), 400, 0, 0
     for _ in range(tries):
         hard = rng.normal(0, 3, 60)
         found = _mean_difference(hard + rng.exponential(1, 60), hard + rng.exponential(1, 60) - 0.5)
-        held += found.low <= 0.5 <= found.high
+        covered += found.low <= 0.5 <= found.high
         alarms += _mean_difference(hard + rng.normal(0, 1, 60), hard + rng.normal(0, 1, 60)).is_significant
-    assert 0.93 <= held / tries <= 0.97
+    assert 0.93 <= covered / tries <= 0.97
     assert 0.02 <= alarms / tries <= 0.08
 
 
@@ -140,17 +140,17 @@ def test_episodes_are_paired_by_their_numbers():
         {"pad_state": 64, "pad_action": 12},
     ],
 )
-def test_episodes_begin_alike_whatever_a_policy_sees_and_does(other):
+def test_initial_states_do_not_depend_on_observation_and_action_settings(other):
     assert {f"env.{key}" for key in other} <= set(MAY_DIFFER)
     env = {"task": ["lift_d2"], "domain_randomization": "all"}
-    told = []
+    states = []
     for settings in (env, env | other):
         robots = make_env(load_config({"env": settings}).env, 4)
         robots.reset(3, "eval")
-        told.append(robots.state())
+        states.append(robots.state())
         robots.close()
     for name in ("physics", "goal", "task", "phrasing", "seeds"):
-        np.testing.assert_array_equal(told[0][name], told[1][name])
+        np.testing.assert_array_equal(states[0][name], states[1][name])
 
 
 # ---- verdicts
@@ -164,7 +164,7 @@ REWARD = _Measured("reward", 2.0, 1.0, _Difference(1.0, 0.5, 1.5, 0.0001), "rewa
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "expected"),
     [
         ([measured(0.12, 0.05, 0.19, 0.002)], "A is better: +12.0 points of success (95 % +5.0 to +19.0), p = 0.002"),
         ([measured(-0.12, -0.19, -0.05, 0)], "B is better: +12.0 points of success (95 % +5.0 to +19.0), p < 0.001"),
@@ -190,8 +190,8 @@ REWARD = _Measured("reward", 2.0, 1.0, _Difference(1.0, 0.5, 1.5, 0.0001), "rewa
         ),
     ],
 )  # fmt: skip
-def test_the_verdict_is_a_sentence(found, said):
-    assert Comparison("a", "b", 100, 0, found, same=False).verdict() == said
+def test_verdict_names_the_better_run_or_none(found, expected):
+    assert Comparison("a", "b", 100, 0, found, same=False).verdict() == expected
 
 
 # ---- the command
@@ -202,28 +202,26 @@ CARTPOLE = ["env.name=gym:CartPole-v1", "env.success_return=12"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two CartPoles of unlike seeds that are to stand for 12 steps, one that is asked for less, two with a limit, and a
-    Pendulum.
-    """
+    """Runs on CartPole with two seeds, with another success_return and with two limits, and one on Pendulum."""
     folder = tmp_path_factory.mktemp("runs")
-    unlike = {"one": ["seed=0"], "two": ["seed=1"], "easy": ["env.success_return=5"]}
-    # of itself, a CartPole ends after 500 steps
-    unlike |= {f"limit{steps}": [f"rollout.max_episode_steps={steps}"] for steps in (500, 400)}
-    for name, settings in (unlike | {"pendulum": ["env.name=gym:Pendulum-v1"]}).items():
+    settings_of = {"one": ["seed=0"], "two": ["seed=1"], "easy": ["env.success_return=5"]}
+    # CartPole's own limit is 500 steps
+    settings_of |= {f"limit{steps}": [f"rollout.max_episode_steps={steps}"] for steps in (500, 400)}
+    for name, settings in (settings_of | {"pendulum": ["env.name=gym:Pendulum-v1"]}).items():
         words = ["train", "finetune", *SIZES, *CARTPOLE, *settings, "evaluation.baseline=false"]
         assert main([*words, "rollout.render_episodes=0", "--output", str(folder / name)]) == 0
     return folder
 
 
-def test_a_run_beside_itself_is_no_better(runs, capsys, monkeypatch):
+def test_comparison_of_a_run_with_itself_finds_no_difference(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert main(["compare", "one", "one", "--episodes", "8"]) == 0
-    told = capsys.readouterr()
-    assert "no difference: A and B have the same results in all 8 episodes" in told.out
-    assert "A plays 8 held-out episodes of seed 0 (gym:CartPole-v1), then B the same; this may" in told.err
+    states = capsys.readouterr()
+    assert "no difference: A and B have the same results in all 8 episodes" in states.out
+    assert "A plays 8 held-out episodes of seed 0 (gym:CartPole-v1), then B the same; this may" in states.err
 
 
-def test_two_runs_are_compared_in_a_table_a_sentence_and_a_file(runs, capsys, monkeypatch):
+def test_comparison_writes_a_table_a_verdict_and_a_file(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert main(["compare", "one", "two", "--episodes", "20", "--seed", "5", "--json", "out.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -232,15 +230,15 @@ def test_two_runs_are_compared_in_a_table_a_sentence_and_a_file(runs, capsys, mo
     assert (written["episodes"], written["seed"], written["split"]) == (20, 5, "eval")
     assert [found["name"] for found in written["measured"]] == ["success, %", "reward"]
     assert lines[-2:] == [written["verdict"], "numbers: out.json"]
-    # turned round, all is turned round
-    assert main(["compare", "two", "one", "--episodes", "20", "--seed", "5", "--json", "turned.json"]) == 0
-    turned = json.loads((runs / "turned.json").read_text())
-    for found, other in zip(written["measured"], turned["measured"], strict=True):
+    # swapped runs give swapped results
+    assert main(["compare", "two", "one", "--episodes", "20", "--seed", "5", "--json", "swapped.json"]) == 0
+    swapped = json.loads((runs / "swapped.json").read_text())
+    for found, other in zip(written["measured"], swapped["measured"], strict=True):
         assert (found["a"], found["b"]) == (other["b"], other["a"])
         assert found["difference"]["effect"] == pytest.approx(-other["difference"]["effect"])
 
 
-def test_the_figures_are_those_of_eval(runs, monkeypatch, capsys):
+def test_comparison_and_eval_give_equal_results(runs, monkeypatch, capsys):
     monkeypatch.chdir(runs)
     assert main(["compare", "one", "two", "--episodes", "10", "--json", "out.json"]) == 0
     both = json.loads((runs / "out.json").read_text())["measured"]
@@ -250,7 +248,7 @@ def test_the_figures_are_those_of_eval(runs, monkeypatch, capsys):
         assert [found[who] for found in both] == pytest.approx([score["success"]["rate"], score["reward"]])
 
 
-def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys):
+def test_eval_both_reports_greedy_and_sampled_actions(runs, monkeypatch, capsys):
     monkeypatch.chdir(runs)
     assert main(["eval", "one", "--episodes", "6", "--both", "--json", "both.json"]) == 0
     assert "6 held-out episodes, greedy and sampled actions" in capsys.readouterr().out
@@ -263,7 +261,7 @@ def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["one", "easy"], "give both the same settings, e.g. env.success_return=12"),
         (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
@@ -276,39 +274,39 @@ def test_eval_shows_greedy_and_sampled_actions_at_once(runs, monkeypatch, capsys
         (["one", "two", "--world-model"], "'one' is a run of `sparring train finetune`"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_refused_in_words(runs, capsys, monkeypatch, words, said):
+def test_invalid_comparisons_are_refused(runs, capsys, monkeypatch, words, expected):
     monkeypatch.chdir(runs)
-    # before anything is played
+    # before the first episode
     monkeypatch.setattr("sparring.evaluation.compare.play", lambda *_: pytest.fail("played"))
     assert main(["compare", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_runs_of_different_episodes_can_be_given_the_same(runs, capsys, monkeypatch):
+def test_override_makes_the_episodes_of_two_runs_equal(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert main(["compare", "one", "easy", "--episodes", "6", "env.success_return=12"]) == 0
-    # both were trained alike
+    # both trained with the same seed and settings
     assert "no difference: A and B have the same results in all 6 episodes" in capsys.readouterr().out
 
 
-def test_a_limit_that_the_env_has_of_itself_makes_no_other_episodes(runs, capsys, monkeypatch):
+def test_explicit_default_limit_does_not_change_episodes(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert main(["compare", "one", "limit500", "--episodes", "6"]) == 0
     assert "no difference: A and B have the same results in all 6 episodes" in capsys.readouterr().out
 
 
-def test_of_several_tasks_each_has_its_own_limit():
+def test_common_limit_differs_from_the_limits_of_tasks():
     def config(limit):
         return load_config(
             {"env": {"task": ["reach_d0", "lift_d0"]}, "rollout": {"n_envs": 2, "max_episode_steps": limit}}
         )
 
-    # of themselves 50 and 60
+    # the tasks' own limits are 50 and 60
     assert episode_differences(config(None), config(60), ()) == ["rollout.max_episode_steps"]
     assert episode_differences(config(60), config(60), ()) == []
 
 
-def test_an_evaluation_of_other_episodes_does_not_pass_as_the_runs_own(runs, capsys, monkeypatch):
+def test_evaluation_with_overrides_is_written_to_another_file(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
 
     def evaluated(*words):

@@ -1,4 +1,4 @@
-"""What `sparring eval` writes has a name that says what was evaluated, and replaces only its own."""
+"""Names of the files of `sparring eval`, and what they replace."""
 
 import pytest
 
@@ -16,13 +16,13 @@ from sparring.processes.files import write_whole
         ({"env.kwargs.gravity": -1.5, "env.kwargs.map": "../a b"}, "eval_gravity--1.5_map-..-a-b"),
     ],
 )  # fmt: skip
-def test_other_episodes_than_the_runs_own_are_called_by_what_was_changed(tmp_path, changed, name):
+def test_file_names_contain_changed_settings(tmp_path, changed, name):
     files = EvaluationFiles.of(tmp_path, "eval", changed, None)
     assert files.name == name and files.json_file == tmp_path / f"{name}.json"
     assert EvaluationFiles.of(tmp_path, "eval", changed, tmp_path / "x").json_file == tmp_path / "x"
 
 
-def test_a_table_fits_the_terminal_by_cutting_what_matters_least(monkeypatch):
+def test_table_is_cut_to_the_terminal_width(monkeypatch):
     rows = [("run", "state", "why"), ("outputs/one", "crashed", "an error of many words " * 5)]
     assert text_table(rows).splitlines()[-1].endswith("words ".rstrip())
     lines = text_table(rows, width=40, spare=(2,)).splitlines()
@@ -50,7 +50,7 @@ def test_an_evaluation_removes_its_own_earlier_videos_only(tmp_path):
     assert {str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")} == set(kept)
 
 
-def test_no_other_file_of_that_name_is_lost(tmp_path):
+def test_files_with_similar_names_are_kept(tmp_path):
     for name in ("new.partial", "new.probe"):
         (tmp_path / name).write_text("of the user")
     refuse_unwritable(tmp_path / "new.json")
@@ -59,7 +59,7 @@ def test_no_other_file_of_that_name_is_lost(tmp_path):
     assert found == {"new.json": "{}", "new.partial": "of the user", "new.probe": "of the user"}
 
 
-def test_where_nothing_can_be_written_is_told_and_trying_leaves_nothing_behind(tmp_path):
+def test_unwritable_paths_are_refused_without_side_effects(tmp_path):
     refuse_unwritable(tmp_path / "new.json")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old.json").write_text("old")

@@ -1,4 +1,4 @@
-"""Measures of pictures, world models and explorers, on cases that can be worked out by hand."""
+"""Measures of images, world models and explorers, on cases computed by hand."""
 
 import math
 from collections import Counter
@@ -26,12 +26,12 @@ def flat(value: int, size: int = 16) -> torch.Tensor:
     return torch.full((1, 3, size, size), value, dtype=torch.uint8)
 
 
-def test_ssim_of_a_picture_with_itself_is_one():
-    picture = torch.randint(0, 256, (2, 3, 24, 24), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    assert torch.allclose(ssim(picture, picture), torch.ones(2, dtype=torch.double))
+def test_ssim_of_an_image_with_itself_is_one():
+    image = torch.randint(0, 256, (2, 3, 24, 24), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert torch.allclose(ssim(image, image), torch.ones(2, dtype=torch.double))
 
 
-def test_ssim_of_two_plain_pictures_is_their_brightness_term():
+def test_ssim_of_two_uniform_images_is_their_brightness_term():
     # no variance: (2 a b + C1) / (a^2 + b^2 + C1)
     a, b = 51 / 255, 204 / 255
     expected = (2 * a * b + 1e-4) / (a * a + b * b + 1e-4)
@@ -68,7 +68,7 @@ def test_psnr_by_hand():
     assert tally.psnr("mse") == pytest.approx(13.979, abs=1e-3) and tally.psnr("none") is None
 
 
-def test_a_pixel_has_changed_when_one_colour_did():
+def test_pixel_has_changed_if_one_channel_did():
     before, after = flat(100), flat(100)
     after[0, 1, 2, 3], after[0, 0, 5, 5], after[0, 2, 7, 7] = 109, 108, 0
     assert changed(before, after).nonzero().tolist() == [[0, 2, 3], [0, 7, 7]]
@@ -83,44 +83,44 @@ def segmentation(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.uint8).view(1, 1, 1, len(numbers))
 
 
-def test_hidden_objects_were_seen_before_and_are_not_now():
+def test_hidden_objects_were_visible_before_and_are_not_now():
     seen, here = _SeenObjects(1), torch.tensor([True])
-    # object 3 is seen by one camera; 4 has never been seen
+    # one camera sees object 3; no camera has seen object 4
     first = seen.hidden({"a": segmentation(3, 2), "b": segmentation(1, 1)}, {"a": segmentation(3, 4)}, here)
     assert first["a"].tolist() == [[[False, False]]]
-    # nobody sees 3 now: both cameras' pixels of it in the next frame are of a hidden object, 4's are not
+    # no camera sees 3 now: its pixels in both next frames are of a hidden object, those of 4 are not
     now, after = {"a": segmentation(1, 2), "b": segmentation(1, 1)}, {"a": segmentation(3, 4), "b": segmentation(2, 3)}
     hidden = seen.hidden(now, after, here)
     assert hidden["a"].tolist() == [[[True, False]]] and hidden["b"].tolist() == [[[False, True]]]
-    # one camera sees it: hidden from nobody, though the other does not show it
+    # one camera sees it, so it is not hidden
     hidden = seen.hidden({"a": segmentation(1, 3), "b": segmentation(1, 1)}, after, here)
     assert not hidden["a"].any() and not hidden["b"].any()
-    # robot, scenery and screen are no objects, however they come and go
+    # robot, scenery and screen are never objects
     hidden = seen.hidden({"a": segmentation(1, 1)}, {"a": segmentation(2, 254)}, here)
     assert not hidden["a"].any()
 
 
-def test_covered_objects_come_back_where_they_were():
-    places, here = _CoveredObjects((2, 1, 3)), torch.tensor([False, True])
-    # object 3, object 4 and the robot: nothing was there before
-    assert not places.pixels(segmentation(3, 4, 2), segmentation(3, 3, 3), here).any()
-    # the robot stands in front of both; 3 comes back where it was, and 4 shows in another place
-    covered = places.pixels(segmentation(2, 2, 2), segmentation(3, 3, 4), here)
+def test_covered_objects_reappear_at_their_pixels():
+    positions, here = _CoveredObjects((2, 1, 3)), torch.tensor([False, True])
+    # object 3, object 4 and the robot, without earlier frames
+    assert not positions.pixels(segmentation(3, 4, 2), segmentation(3, 3, 3), here).any()
+    # the robot covers both; 3 reappears at its pixel, 4 at another one
+    covered = positions.pixels(segmentation(2, 2, 2), segmentation(3, 3, 4), here)
     assert covered.tolist() == [[[True, False, False]]]
-    # it is seen already, or is not what comes back, or was not covered but gone: the table is seen there
-    assert not places.pixels(segmentation(3, 1, 2), segmentation(3, 4, 1), here).any()
-    # something else was seen there since
-    places.pixels(segmentation(4, 2, 2), segmentation(2, 2, 2), here)
-    assert places.pixels(segmentation(2, 2, 2), segmentation(3, 4, 2), here).tolist() == [[[False, True, False]]]
-    # the other episode has seen nothing of all that
-    assert not places.pixels(segmentation(2, 2, 2), segmentation(3, 4, 4), torch.tensor([True, False])).any()
+    # still visible, another object reappears, or not covered but gone
+    assert not positions.pixels(segmentation(3, 1, 2), segmentation(3, 4, 1), here).any()
+    # another object was visible at this pixel since
+    positions.pixels(segmentation(4, 2, 2), segmentation(2, 2, 2), here)
+    assert positions.pixels(segmentation(2, 2, 2), segmentation(3, 4, 2), here).tolist() == [[[False, True, False]]]
+    # the other episode has no earlier frames
+    assert not positions.pixels(segmentation(2, 2, 2), segmentation(3, 4, 4), torch.tensor([True, False])).any()
 
 
 # ---- world models
 
 
 def still_then_moving(episodes: int = 2, steps: int = 8) -> TensorDict:
-    """[E, T]: a grey head picture of 20 x 20 whose upper half brightens by 10 a decision; a wrist that never changes.
+    """[E, T]: a grey head image of 20 x 20 whose upper half brightens by 10 per decision; a constant wrist image.
 
     The second episode ends after 7 decisions.
     """
@@ -150,29 +150,29 @@ def copier(brighter: float = 0.0) -> CopyingWorldModel:
     return CopyingWorldModel(CopyingConfig(brighter=brighter), SPEC, 1)
 
 
-def test_a_model_that_copies_is_as_good_as_copying():
+def test_copying_model_equals_the_copy_baseline():
     figures = _measure(copier(), still_then_moving())
     head, wrist = figures["cameras"]["head"], figures["cameras"]["wrist"]
     assert figures["transitions"] == 15
     assert head["changed_mse_ratio"] == pytest.approx(1.0) and head["changed_share"] == pytest.approx(0.5)
-    # half of the pixels are wrong by 10
+    # half of the pixels have an error of 10
     assert head["psnr"]["prediction"] == pytest.approx(-10 * math.log10(0.5 * (10 / 255) ** 2))
     assert head["psnr"]["prediction"] == head["psnr"]["copy"] and head["ssim"]["ceiling"] == 1.0
-    # the wrist's picture never changes: nothing to tell
+    # the wrist image never changes: no ratio, no skill
     assert wrist["changed_mse_ratio"] is None and wrist["changed_share"] == 0 and wrist["skill"] is None
-    # copying foretells the wrist's tokens and none of the head's
+    # copying predicts the wrist's tokens and none of the head's
     assert figures["tokens"]["accuracy"] == figures["tokens"]["accuracy_copy"] == 0.5
     assert figures["tokens"]["accuracy_changed"] == 0.0
 
 
-def test_a_model_that_knows_better_is_seen_to():
-    """Brighter by 5 halves the error of what changes by 10, and is wrong about what does not."""
+def test_better_prediction_has_a_lower_ratio():
+    """Brighter by 5 halves the error of pixels that change by 10."""
     head = _measure(copier(5.0), still_then_moving())["cameras"]["head"]
     assert head["changed_mse_ratio"] == pytest.approx(0.25)
     assert head["psnr"]["prediction"] == pytest.approx(-20 * math.log10(5 / 255))
 
 
-def test_the_ratio_of_each_episode():
+def test_ratio_by_episode():
     """Brighter by 5: half of an error of 10. In the second episode nothing moves, so there is no ratio."""
     episodes = still_then_moving()
     for seen in (episodes["observation"], episodes["next", "observation"]):
@@ -182,11 +182,11 @@ def test_the_ratio_of_each_episode():
     assert WorldModelEvaluation.ratio_by_episode(copier(), still_then_moving()).tolist() == [1, 1]
 
 
-def test_open_loop_sees_only_its_own_predictions():
+def test_open_loop_uses_only_its_own_predictions():
     figures = _measure(copier(10.0), still_then_moving())["open_loop"]
     # one ahead: the upper half is right, the lower half is wrong by 10
     assert figures["1"]["head"]["mse_ratio"] == pytest.approx(1.0)
-    # it looks on for 5 decisions; of the 3 left, none is 5 or more ahead
+    # after 5 decisions of context 3 remain, so none is 5 steps ahead
     assert figures["5"]["head"] == {"psnr": {"prediction": None, "copy": None}, "mse_ratio": None}
     long = _measure(copier(10.0), still_then_moving(steps=12))["open_loop"]
     # five ahead: copying is wrong by 50 in the upper half, the model by 50 in the lower
@@ -194,7 +194,7 @@ def test_open_loop_sees_only_its_own_predictions():
     assert long["5"]["head"]["mse_ratio"] == pytest.approx(1.0)
 
 
-def test_memory_is_carried_through_an_episode_and_not_into_the_next():
+def test_memory_is_carried_through_an_episode():
     seen = []
 
     class Watched(CopyingWorldModel):
@@ -203,23 +203,23 @@ def test_memory_is_carried_through_an_episode_and_not_into_the_next():
             return super().score(td)
 
     _measure(Watched(CopyingConfig(), SPEC, 1), still_then_moving())
-    # each time with the true actions and with another robot's, which is not remembered; the last with one robot left
+    # each with the true and with shuffled actions, which do not change the memory; the last with one robot left
     expected = [[float(t)] * 2 for t in range(7) for _ in range(2)] + [[7.0]]
     assert seen == expected
 
 
-def test_shuffled_actions_cost_what_they_cost():
-    """The double's error grows with |action|: 0 in one episode and 1 in the other; shuffled, they change places."""
+def test_gap_of_shuffled_actions():
+    """The double's error grows with |action|: 0 in one episode, 1 in the other; shuffling swaps them."""
     figures = _measure(copier(), still_then_moving())["shuffled_actions"]
-    # true: 8 decisions of action 0 and 7 of action 1 -> 7/15; shuffled, at 7 times both: 1/2
+    # true: 8 decisions of action 0 and 7 of action 1 -> 7/15; shuffled, at 7 times both -> 1/2
     assert figures["cross_entropy_gap"] == pytest.approx(0.5 - 7 / 15, abs=1e-6)
-    # predictions do not depend on the action here, but the last decision has none to be shuffled with
+    # predictions do not depend on the action here; the last decision has no partner
     assert figures["changed_mse_ratio_gap"]["head"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_objects_and_hidden_objects():
     episodes = still_then_moving()
-    # an object in the upper left corner of head: seen at first, behind the robot at times 2 and 3, back from 4 on
+    # an object in the upper left corner of head: visible, covered by the robot at times 2 and 3, visible from 4 on
     there = torch.tensor([True, True, False, False, True, True, True, True, True])
     head = torch.ones(2, 9, 1, 20, 20, dtype=torch.uint8)
     head[:, there, :, :4, :4], head[:, ~there, :, :4, :4] = 3, 2
@@ -230,23 +230,23 @@ def test_objects_and_hidden_objects():
     found = _measure(copier(5.0), episodes)["cameras"]
     assert found["head"]["object_mse"]["prediction"] == pytest.approx((5 / 255) ** 2)
     assert found["head"]["object_mse"]["copy"] == pytest.approx((10 / 255) ** 2)
-    # in both episodes it comes back once, of 16 pixels
+    # in both episodes it reappears once, with 16 pixels
     assert found["head"]["hidden_object_mse"]["pixels"] == 32 and found["wrist"]["hidden_object_mse"]["pixels"] == 0
     assert found["head"]["returning_object_mse"]["pixels"] == found["head"]["covered_object_mse"]["pixels"] == 32
     assert found["head"]["hidden_object_mse"]["prediction"] == pytest.approx((5 / 255) ** 2)
     assert found["wrist"]["hidden_object_mse"]["prediction"] is None
-    # where the other camera saw it meanwhile, it only comes back to this one
+    # if the other camera sees it all the time, it returns but was not hidden
     for side, numbers in ((("observation",), slice(0, -1)), (("next", "observation"), slice(1, None))):
         seen_there = torch.full_like(head, 3)[:, numbers]
         episodes[*side, "segmentation", "wrist"] = seen_there
     found = _measure(copier(5.0), episodes)["cameras"]["head"]
     assert found["hidden_object_mse"]["pixels"] == 0 and found["returning_object_mse"]["pixels"] == 32
-    # without segmentation there is nothing to say
+    # without segmentation there is no value
     assert _measure(copier(), still_then_moving())["cameras"]["head"]["object_mse"]["prediction"] is None
 
 
 class HalfBlind(CopyingWorldModel):
-    """Does without the head camera at times, and is then 20 brighter than the last frame instead of 5."""
+    """Can predict without the head camera; then it adds 20 to the last frame instead of 5."""
 
     dispensable = ("head",)
 
@@ -260,7 +260,7 @@ class HalfBlind(CopyingWorldModel):
 
 def test_hidden_objects_with_an_explorers_camera_alone():
     episodes = still_then_moving()
-    # an object that head shows all the time, and wrist not at times 2 and 3
+    # an object that head always sees, and wrist not at times 2 and 3
     there = torch.tensor([True, True, False, False, True, True, True, True, True])
     head = torch.full((2, 9, 1, 20, 20), 3, dtype=torch.uint8)
     wrist = torch.ones_like(head)
@@ -279,7 +279,7 @@ def test_hidden_objects_with_an_explorers_camera_alone():
     assert compared == {"wrist": {"hidden_object_mse": 0.0}}
 
 
-def test_two_models_are_compared_by_how_much_worse_the_other_is():
+def test_comparison_of_models_gives_the_increase_of_error():
     better, worse = (_measure(copier(brighter), still_then_moving()) for brighter in (5.0, 0.0))
     found = _compare(better, worse)
     assert found["cameras"]["head"]["changed_mse_ratio"] == pytest.approx(0.75)
@@ -290,11 +290,11 @@ def test_two_models_are_compared_by_how_much_worse_the_other_is():
 def test_skill_by_hand():
     assert _skill(prediction=25.0, copy=20.0, ceiling=30.0) == 0.5
     assert _skill(prediction=18.0, copy=20.0, ceiling=30.0) == pytest.approx(-0.2)
-    # a tokenizer that is worse than copying says nothing about the prediction
+    # with a tokenizer worse than copying, skill is undefined
     assert _skill(prediction=25.0, copy=26.9, ceiling=25.9) is None
 
 
-def test_held_out_episodes_are_whole_exact_in_number_and_of_other_seeds():
+def test_held_out_episodes_are_complete_and_use_evaluation_seeds():
     env = counting_env(lengths=(3, 5))
     episodes = held_out_episodes(env, RandomPolicy(env.spec, 1), 5, seed=0, chunk=1)
     # robot 0 plays numbers 0, 2 and 4, robot 1 numbers 1 and 3
@@ -311,7 +311,7 @@ def test_held_out_episodes_are_whole_exact_in_number_and_of_other_seeds():
 
 
 class HandBackend(CountingBackend):
-    """State: the position of a hand, times 4: 5 cm further in x at every step. It touches things at steps 2, 3."""
+    """State: 4 x the position of a hand, which moves 5 cm in x per step. Contact at steps 2 and 3."""
 
     def __init__(self, lengths):
         super().__init__(lengths)
@@ -333,7 +333,7 @@ def test_exploration_by_hand():
     found = _explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
     # robot 0 plays two episodes of 3 steps, robot 1 one of 5; each touches something at two of its steps
     assert found.decisions == 11 and found.contact == pytest.approx(6 / 11)
-    # steps 1..5 are five places; 3, 3 and 5 of them in an episode
+    # steps 1..5 are five voxels; an episode reaches 3, 3 or 5 of them
     assert found.voxels == 5 and found.voxels_per_episode == pytest.approx(11 / 3)
     # x was in bins 3 (3 times), 5, 7 (3 times each), 9 and 11 (once each); y and z never changed
     shares = np.array([3, 3, 3, 1, 1]) / 11
@@ -341,7 +341,7 @@ def test_exploration_by_hand():
 
 
 class PushingBackend(HandBackend):
-    """Beside it two objects: one moves with the hand from step 2 on, the other stays."""
+    """With two objects: one moves with the hand from step 2 on, the other stays."""
 
     def __init__(self, lengths):
         super().__init__(lengths)
@@ -355,27 +355,27 @@ class PushingBackend(HandBackend):
         return seen | {"privileged": np.concatenate([still[:, :1], pushed, still], 1)}
 
 
-def test_places_that_objects_are_brought_to():
+def test_object_voxels():
     env = Env(PushingBackend(lengths=(3, 5)))
     found = _explore(RandomPolicy(env.spec, 1), env, episodes=3, seed=0)
-    # one object at steps 2, 3 in all episodes and 4, 5 in the long one: four places; where it began is none
+    # one object, at steps 2 and 3 in all episodes and 4 and 5 in the long one: four voxels without its start
     assert found.object_voxels == 4
     assert _explore(RandomPolicy(env.spec, 1), Env(HandBackend((3, 5))), 3, seed=0).object_voxels is None
 
 
-def test_the_suite_tells_where_objects_are_only_when_asked():
+def test_object_positions_are_observed_only_on_request():
     config = load_config(None, parse_overrides(["env.task=explore", "env.object_state=hidden"])).env
     hidden, shown = make_env(config, 2), make_env(_showing_objects(config), 2)
     assert hidden.spec.object_entries == () and len(shown.spec.object_entries) == 3 * 6
     assert shown.spec.observation["state"] == hidden.spec.observation["state"]
     td = shown.reset(seed=0)
-    places = td["observation", "privileged"][:, list(shown.spec.object_entries)].view(2, -1, 3) / 4
-    # on the table, all in different places
-    assert (places[..., 2].abs() < 0.2).all() and places[0].unique(dim=0).shape[0] == 6
+    positions = td["observation", "privileged"][:, list(shown.spec.object_entries)].view(2, -1, 3) / 4
+    # on the table, at different positions
+    assert (positions[..., 2].abs() < 0.2).all() and positions[0].unique(dim=0).shape[0] == 6
     hidden.close(), shown.close()
 
 
-def test_an_explorer_beside_random_ones_on_the_same_episodes():
+def test_explorer_is_compared_with_random_baselines():
     env = Env(HandBackend(lengths=(3, 5)))
     found = compare_with_random(RandomPolicy(env.spec, 1), env, episodes=2, seed=0)
     assert list(found) == ["policy", "uniform", "coloured 0.8", "coloured 0.9", "coloured 0.95", "coloured 0.98"]
@@ -387,8 +387,8 @@ def test_entropy_by_hand():
     assert _entropy(Counter({1: 2, 2: 2})) == pytest.approx(math.log(2))
 
 
-def test_episodes_that_are_too_short_for_an_open_loop():
+def test_open_loop_of_short_episodes_is_undefined():
     episodes = still_then_moving()
-    # some are longer; of these here none is
+    # no valid decision remains
     episodes["mask"][:, 4:] = False
     assert _measure(copier(), episodes)["open_loop"]["1"]["head"]["mse_ratio"] is None

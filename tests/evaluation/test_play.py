@@ -1,4 +1,4 @@
-"""Evaluation counts exactly, on seeds of its own, and knows how sure it is."""
+"""Evaluation: exact number of episodes, held-out seeds, confidence intervals."""
 
 import json
 
@@ -27,22 +27,22 @@ def test_wilson_intervals(successes, episodes, low, high):
     assert (round(rate.low, 4), round(rate.high, 4)) == (low, high)
 
 
-def test_wilson_refuses_what_is_no_rate():
+def test_wilson_refuses_invalid_counts():
     for successes, episodes in ((1, 0), (3, 2), (-1, 2)):
         with pytest.raises(ValueError, match="expected episodes >= 1"):
             wilson(successes, episodes)
 
 
 @pytest.mark.parametrize("episodes", [1, 2, 5, 7])
-def test_exactly_as_many_episodes_as_asked_and_no_favour_to_the_quick(episodes):
-    """Env 0's episodes are 10 times shorter; it may not crowd out env 1's."""
+def test_short_episodes_are_not_favoured(episodes):
+    """Env 0's episodes are 10 times shorter, but both envs contribute equally."""
     played, _ = play(LinearPolicy(), Env(CountingBackend((2, 20))), episodes, seed=0)
     assert len(played) == episodes
     assert sum(e.env == 0 for e in played) == (episodes + 1) // 2
 
 
-def test_the_same_episodes_are_played_whatever_the_number_of_robots():
-    """Also of each task: goals differ from episode to episode, and a lazy policy's reward tells which it was."""
+def test_episodes_do_not_depend_on_the_number_of_robots():
+    """With two tasks; the reward of a fixed policy identifies an episode by its goal."""
     config = load_config({"env": {"task": ["reach_d0", "reach_d2"]}, "rollout": {"n_envs": 2}})
     rewards = {}
     for robots in (2, 4, 6):
@@ -54,12 +54,12 @@ def test_the_same_episodes_are_played_whatever_the_number_of_robots():
     assert len(set(rewards[2])) == 12 and rewards[4] == rewards[6]
 
 
-def test_tasks_that_cannot_be_dealt_out_evenly_are_refused():
+def test_number_of_robots_must_be_a_multiple_of_the_tasks():
     with pytest.raises(ValueError, match="3 robots cannot be divided evenly among the 2 tasks.*a multiple of 2"):
         load_config({"env": {"task": ["reach_d0", "reach_d1"]}, "rollout": {"n_envs": 3}})
 
 
-def test_an_evaluation_that_never_ends_gives_up(monkeypatch):
+def test_evaluation_without_episode_ends_is_stopped(monkeypatch):
     monkeypatch.setattr("sparring.evaluation.play.NEVER_ENDING", 30)
     with pytest.raises(ValueError, match="no episode ended in 30 decisions.*rollout.max_episode_steps"):
         play(LinearPolicy(), Env(CountingBackend((1000, 1000))), 1, seed=0)
@@ -73,7 +73,7 @@ def test_training_and_evaluation_seeds_are_disjoint():
     assert max(a) < 2**31 <= min(b)
 
 
-def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
+def test_evaluation_reports_policy_and_random_with_intervals(tmp_path):
     config = load_config({"env": {"task": ["reach_d0"]}})
     env = make_env(config.env, 4, max_episode_steps=10)
     policy = ActorCritic(config.policy, env.spec, 1)
@@ -83,7 +83,7 @@ def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
     score = written["scores"]["policy"]["reach_d0"]
     assert score["success"]["episodes"] == 6 and score["steps"] == 10
     assert "95 % interval" in evaluation.table() and "random" in evaluation.table()
-    # one film: the first picture and one per step
+    # one video: the initial frame and one per step
     assert len(evaluation.videos) == 1 and len(evaluation.videos[0].frames) == 11
     assert evaluation.videos[0].rendered().frames[0].shape == (256, 512, 3)
     again = evaluate(policy, env, episodes=6, seed=1)
@@ -91,7 +91,7 @@ def test_policy_beside_random_with_intervals_in_table_and_json(tmp_path):
     assert evaluate(policy, env, episodes=6, seed=2).scores != evaluation.scores
 
 
-def test_an_env_without_success_has_no_rate(tmp_path):
+def test_env_without_success_has_no_rate(tmp_path):
     env = make_env(load_config({"env": {"name": "gym:Pendulum-v1"}}).env, 2, max_episode_steps=3)
     evaluation = evaluate(LinearPolicy(), env, episodes=4, baseline=False)
     (score,) = json.loads(evaluation.write(tmp_path / "evaluation.json").read_text())["scores"]["policy"].values()
@@ -99,7 +99,7 @@ def test_an_env_without_success_has_no_rate(tmp_path):
     assert score["steps"] == 3
 
 
-def test_evaluation_leaves_the_policy_in_its_mode():
+def test_evaluation_keeps_the_mode_of_the_policy():
     policy = LinearPolicy().train()
     play(policy, Env(CountingBackend()), 2, seed=0)
     assert policy.training

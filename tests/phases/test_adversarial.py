@@ -1,4 +1,4 @@
-"""The adversarial phase: who learns when and from what, what is set aside, and that it goes on bit-equal."""
+"""The adversarial phase: order and data of updates, held-out episodes, bit-identical resume."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def closed(run: Run) -> Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with a teacher and a student as they leave it."""
+    """A folder with finished runs of teacher and student."""
     folder = tmp_path_factory.mktemp("runs")
     trained(config_of("teacher", folder / "teacher_rl", *TEACHER))
     student = ["training.iterations=1", f"student.teacher={folder}/teacher_rl", *EXPLORER, *SMALL]
@@ -73,7 +73,7 @@ def weights_of(phase) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in phase.model.state_dict().items()}
 
 
-def test_what_it_starts_from_comes_along(runs, tmp_path):
+def test_run_starts_with_weights_and_settings_of_teacher_and_student(runs, tmp_path):
     run = run_of(runs, tmp_path)
     config, phase = run.config, run.phase
     assert config.env.image_size == 32 and config.policy.hidden == (8,) and config.rollout.action_steps == 2
@@ -81,14 +81,14 @@ def test_what_it_starts_from_comes_along(runs, tmp_path):
     assert all(torch.equal(weight, student[name]) for name, weight in phase.explorer.policy.state_dict().items())
     teacher = load_world_model(runs / "teacher_rl")
     assert torch.equal(phase.world_model.brighter, teacher.brighter)
-    # one and the same: who pays is who learns
+    # the world model of the rewards is the one that learns
     assert phase.explorer.rewards.world_model is phase.model["world_model"]
     assert phase.explorer.policy is phase.model["policy"]
     assert phase.explorer.policy.in_keys == [("observation", "image", "wrist"), ("observation", "state")]
     closed(run)
 
 
-def test_the_world_model_warms_up_alone_then_both_learn(runs, tmp_path):
+def test_world_model_warms_up_before_both_learn(runs, tmp_path):
     run = run_of(runs, tmp_path)
     phase, before = run.phase, weights_of(run.phase)
     first = phase.step(0.0)
@@ -105,7 +105,7 @@ def test_the_world_model_warms_up_alone_then_both_learn(runs, tmp_path):
     closed(run)
 
 
-def test_the_rollout_that_fits_normalisers_is_recorded_as_well(runs, tmp_path):
+def test_rollout_that_fits_normalisers_is_recorded(runs, tmp_path):
     given = [f"adversarial.teacher={runs}/teacher_rl", *SMALL, *SPARRING, *EXPLORER, "adversarial.warmup_steps=0"]
     run = Run(config_of("adversarial", tmp_path, *given, "adversarial.held_out=0"), quiet=True)
     run.phase.step(0.0)
@@ -132,22 +132,22 @@ def test_learning_rates_are_separate(runs, tmp_path):
     run = run_of(runs, tmp_path, "adversarial.learning_rate=0.5", "ppo.policy_lr=0.25", "adversarial.warmup_steps=0")
     metrics = run.phase.step(0.0)
     assert metrics["lr"] == 0.25
-    # the world model's rises over 50 steps; a mean over those made
+    # its learning rate rises over 50 steps; the metric is a mean over 3
     assert metrics["wm_lr"] == pytest.approx(0.5 * (1 + 2 + 3) / 3 / 50)
     closed(run)
 
 
-def test_it_is_leashed_to_the_students_policy(runs, tmp_path):
+def test_kl_coef_limits_the_distance_to_the_students_policy(runs, tmp_path):
     moved = {}
-    for leash in (0.0, 50.0):
+    for kl_coef in (0.0, 50.0):
         given = ["adversarial.warmup_steps=0", "ppo.ppo_epochs=8", "ppo.policy_lr=0.01", "ppo.target_kl=null"]
-        run = run_of(runs, tmp_path / str(leash), f"adversarial.kl_coef={leash}", *given)
+        run = run_of(runs, tmp_path / str(kl_coef), f"adversarial.kl_coef={kl_coef}", *given)
         student = copy.deepcopy(run.phase.explorer.policy.state_dict())
         metrics = run.phase.step(0.0)
-        assert ("reference_kl" in metrics) == (leash > 0)
+        assert ("reference_kl" in metrics) == (kl_coef > 0)
         policy = run.phase.explorer.policy.state_dict()
-        moved[leash] = sum(float((policy[n] - student[n]).norm()) for n in student if policy[n].is_floating_point())
-        if leash:
+        moved[kl_coef] = sum(float((policy[n] - student[n]).norm()) for n in student if policy[n].is_floating_point())
+        if kl_coef:
             reference = run.phase.explorer.algorithm.scorer.reference.state_dict()
             assert all(torch.equal(reference[name], weight) for name, weight in student.items())
             assert metrics["reference_kl"] > 0
@@ -155,14 +155,14 @@ def test_it_is_leashed_to_the_students_policy(runs, tmp_path):
     assert moved[50.0] < moved[0.0]
 
 
-def test_without_a_student_a_new_explorer_starts_unleashed(runs, tmp_path):
+def test_new_explorer_without_student_has_no_reference(runs, tmp_path):
     given = [f"adversarial.teacher={runs}/teacher_rl", *SMALL, *SPARRING, *EXPLORER, "adversarial.warmup_steps=0"]
     run = Run(config_of("adversarial", tmp_path, *given), quiet=True)
     assert "reference_kl" not in run.phase.step(0.0)
     closed(run)
 
 
-def test_what_is_played_is_kept_with_the_envs_own_reward_and_a_share_is_set_aside(runs, tmp_path):
+def test_episodes_are_stored_with_env_rewards_and_a_held_out_share(runs, tmp_path):
     given = ["adversarial.held_out=0.25", "env.task=reach_d0", "env.reward=dense", "adversarial.replay_random=0"]
     run = run_of(runs, tmp_path, *given)
     phase = run.phase
@@ -173,16 +173,16 @@ def test_what_is_played_is_kept_with_the_envs_own_reward_and_a_share_is_set_asid
     assert kept == (6, [1, 1])
     episode = phase.replay.store.episode(0)
     assert len(episode) == 4 and bool(episode["is_first"][0])
-    # the env pays each step; the explorer is paid at a decision's end
+    # the env has a reward per step; the intrinsic reward comes at the end of a decision
     assert bool((episode["next", "reward"] != 0).all())
-    # of the double: |action| of the first entry, and a share of pictures that changed
+    # the double's error: |first action entry| + share of changed images
     wrong = episode["judged", "error"] - episode["action"][:, 0, 0].abs()
     assert bool(((wrong > -1e-6) & (wrong < 1 + 1e-6)).all())
     assert phase.replay.store.info(0)["source"] == "explorer"
     closed(run)
 
 
-def test_windows_come_from_all_three_sources_by_weight(runs, tmp_path):
+def test_windows_are_sampled_from_three_sources_by_weight(runs, tmp_path):
     weights = ["adversarial.replay_random=1", "adversarial.replay_past=0", "adversarial.replay_newest=3"]
     run = run_of(runs, tmp_path, *weights, "adversarial.batch_size=64")
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_windows_come_from_all_three_sources_by_weight(runs, tmp_path):
     closed(run)
 
 
-def test_newest_windows_are_of_the_newest_episodes(runs, tmp_path):
+def test_newest_windows_come_from_the_newest_episodes(runs, tmp_path):
     run = run_of(runs, tmp_path, "adversarial.replay_random=0", "adversarial.replay_past=0", "adversarial.held_out=0")
     for _ in range(3):
         run.phase.step(0.0)
@@ -207,7 +207,7 @@ def test_newest_windows_are_of_the_newest_episodes(runs, tmp_path):
     closed(run)
 
 
-def test_looking_back_tells_the_error_then_and_now(runs, tmp_path):
+def test_metrics_compare_past_and_present_errors_of_generations(runs, tmp_path):
     run = run_of(runs, tmp_path)
     phase = run.phase
     assert "generations_error_now" not in phase.step(0.0)
@@ -218,13 +218,13 @@ def test_looking_back_tells_the_error_then_and_now(runs, tmp_path):
     assert metrics["generations_error_now"] == pytest.approx(now)
     judged = [store.episode(i)["judged", "error"] for i in range(len(store))]
     assert then == pytest.approx(float(torch.cat(judged).mean()), rel=1e-6)
-    # the double foretells a picture or not, and errs by |action| beside: worked out again, the latter stays
+    # the double's error is |action| + share of wrong images; the first part does not change
     actions = torch.cat([store.episode(i)["action"][:, 0, 0].abs() for i in range(len(store))])
     assert now >= float(actions.mean()) - 1e-6
     closed(run)
 
 
-def test_later_generations_are_forgotten_on_going_back(tmp_path, runs):
+def test_resume_removes_later_generations(tmp_path, runs):
     source = EpisodeStore(runs / "teacher_rl/episodes", read_only=True)
     episode = source.episode(0)
     train = EpisodeStore(tmp_path / "train")
@@ -244,35 +244,35 @@ def test_later_generations_are_forgotten_on_going_back(tmp_path, runs):
 
 
 def lines(folder) -> list[dict]:
-    # a process checks its first rollout as a whole, later ones by a minibatch: their parities are of other decisions
+    # a process checks its first rollout completely, later ones by one minibatch, so parities differ after a resume
     timed = ("timestamp", "row", "crc", "perf/steps_per_second", "train/parity", "train/parity_ratio")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed and not k.endswith("_seconds")} for row in rows]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(runs, tmp_path):
+def test_resumed_run_is_bit_identical(runs, tmp_path):
     options = ["training.iterations=5", "training.save_every=3", "training.log_every=1", "rewards.learning_progress=1"]
-    # episodes that go on in the next rollout
+    # episodes that span rollouts
     options += ["rollout.max_episode_steps=14"]
-    whole = trained(adversarial_config(runs, tmp_path / "whole", *options))
-    first = run_of(runs, tmp_path / "halves", *options)
+    straight = trained(adversarial_config(runs, tmp_path / "straight", *options))
+    first = run_of(runs, tmp_path / "stopped", *options)
     for _ in range(3):
         first.phase.step(first.fraction)
     first.save()
-    # what a run does after its last checkpoint is forgotten
+    # updates after the last checkpoint are discarded
     first.phase.step(first.fraction)
     closed(first)
-    second = run_of(runs, tmp_path / "halves", *options)
+    second = run_of(runs, tmp_path / "stopped", *options)
     assert second.phase.progress.updates == 3
     assert second.run()
     closed(second)
-    ours, theirs = second.phase.model.state_dict(), whole.phase.model.state_dict()
+    ours, theirs = second.phase.model.state_dict(), straight.phase.model.state_dict()
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-    assert lines(tmp_path / "halves") == lines(tmp_path / "whole")[3:]
-    assert not unexplained(name for line in lines(tmp_path / "whole") for name in line)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
+    assert not unexplained(name for line in lines(tmp_path / "straight") for name in line)
     played = 0
     for name in ("episodes", "generations/0", "generations/1", "generations/2"):
-        ours, theirs = (EpisodeStore(tmp_path / of / name, read_only=True) for of in ("halves", "whole"))
+        ours, theirs = (EpisodeStore(tmp_path / of / name, read_only=True) for of in ("stopped", "straight"))
         assert len(ours) == len(theirs)
         played += len(ours)
         for i in range(len(ours)):
@@ -281,7 +281,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(runs, tmp_path):
     assert played == 4
 
 
-def test_an_explorer_that_fails_after_it_has_learned_is_not_saved(runs, tmp_path):
+def test_failed_update_is_not_saved(runs, tmp_path):
     run = run_of(runs, tmp_path, "adversarial.explorer_updates_per_iter=2", "adversarial.warmup_steps=0")
     collect, turns = run.phase.explorer.collector.collect, []
 
@@ -301,7 +301,7 @@ def test_an_explorer_that_fails_after_it_has_learned_is_not_saved(runs, tmp_path
     closed(run)
 
 
-def test_both_are_loaded_and_evaluated(runs, tmp_path, capsys):
+def test_world_model_and_policy_are_loaded_and_evaluated(runs, tmp_path, capsys):
     run = run_of(runs, tmp_path / "run", "training.iterations=1")
     assert run.run()
     assert run.evaluate().figures["cameras"].keys() == {"head", "wrist"}
@@ -316,7 +316,7 @@ def test_both_are_loaded_and_evaluated(runs, tmp_path, capsys):
         assert main([*words, "--episodes", "2"]) == 0
 
 
-def test_the_originals_words_start_it(runs, tmp_path):
+def test_original_command_line_is_accepted(runs, tmp_path):
     words = ["train", "phase3", "--teacher_checkpoint", str(runs / "teacher_rl/checkpoint-2"), "--batch_size", "2"]
     words += ["--student_checkpoint", str(runs / "student_rl"), "--output", str(tmp_path / "run")]
     assert main([*words, *SHORT, *SMALL, *SPARRING[:1], "training.iterations=1"]) == 0
@@ -324,7 +324,7 @@ def test_the_originals_words_start_it(runs, tmp_path):
     assert sorted((tmp_path / "run/samples").glob("*_pred_vs_gt.png"))
 
 
-def test_a_dry_run_writes_nothing(runs, tmp_path, capsys, monkeypatch):
+def test_dry_run_writes_nothing(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["train", "adv", "--teacher_path", str(runs / "teacher_rl"), "--dry-run", *SHORT, *SMALL, *SPARRING]
     assert main([*words, *EXPLORER]) == 0
@@ -332,7 +332,7 @@ def test_a_dry_run_writes_nothing(runs, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("phase", ["student", "adversarial"])
-def test_a_dry_run_of_the_rollout_alone_shows_what_the_env_gives(runs, tmp_path, capsys, monkeypatch, phase):
+def test_dry_run_of_the_rollout_uses_env_rewards(runs, tmp_path, capsys, monkeypatch, phase):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RewardModel, "write_rewards", lambda *_: pytest.fail("nothing is learned from this rollout"))
     words = ["train", phase, "--teacher_path", str(runs / "teacher_rl"), "--dry-run", "rollout", *SHORT, *SMALL]
@@ -341,51 +341,51 @@ def test_a_dry_run_of_the_rollout_alone_shows_what_the_env_gives(runs, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (["adversarial.teacher=null"], "adversarial.teacher.*`sparring train teacher`"),
         ([f"adversarial.replay_{name}=0" for name in ("random", "past", "newest")], "all replay weights are 0"),
     ],
 )
-def test_mistakes_in_the_config(runs, tmp_path, given, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_refused(runs, tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
         adversarial_config(runs, tmp_path, *given)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("world_model.brighter=2", "adversarial.teacher=.*world_model.brighter was 0.0 and is 2.0"),
         ("policy.hidden=[9]", "adversarial.student=.*policy.hidden was .* and is"),
     ],
 )
-def test_checkpoints_of_something_else_are_refused_in_words(runs, tmp_path, given, said):
-    with pytest.raises(UserError, match=f"(?s){said}"):
+def test_incompatible_checkpoints_are_refused(runs, tmp_path, given, message):
+    with pytest.raises(UserError, match=f"(?s){message}"):
         run_of(runs, tmp_path, given)
 
 
-def test_the_two_are_not_mixed_up(runs, tmp_path):
+def test_swapped_teacher_and_student_are_refused(runs, tmp_path):
     with pytest.raises(UserError, match="made by `sparring train student`"):
         run_of(runs, tmp_path, f"adversarial.teacher={runs}/student_rl")
     with pytest.raises(UserError, match="made by `sparring train teacher`"):
         run_of(runs, tmp_path, f"adversarial.student={runs}/teacher_rl", *EXPLORER)
 
 
-def test_a_teacher_without_its_episodes(runs, tmp_path):
+def test_teacher_without_episodes_folder_is_refused_if_replayed(runs, tmp_path):
     copied = shutil.copytree(runs / "teacher_rl/checkpoint-2", tmp_path / "elsewhere/checkpoint-2")
     with pytest.raises(UserError, match="no folder 'episodes'"):
         run_of(runs, tmp_path / "run", f"adversarial.teacher={copied}")
     closed(run_of(runs, tmp_path / "run", f"adversarial.teacher={copied}", "adversarial.replay_random=0"))
 
 
-def test_a_teachers_episodes_of_another_task_are_refused(runs, tmp_path):
+def test_episodes_of_another_task_are_refused(runs, tmp_path):
     with pytest.raises(UserError, match="(?s)adversarial.teacher=.*its episodes are of other tasks: .*, here "):
         run_of(runs, tmp_path, "env.task=push_d0")
-    # where they are not replayed, nothing is taken from them
+    # without replay of random episodes they are not used
     assert run_of(runs, tmp_path, "env.task=push_d0", "adversarial.replay_random=0").phase.random is None
 
 
-def test_a_teacher_without_an_episode(runs, tmp_path):
+def test_teacher_with_empty_store_is_refused(runs, tmp_path):
     shutil.copytree(runs, tmp_path / "runs")
     for path in (tmp_path / "runs/teacher_rl/episodes").glob("segment-*"):
         path.unlink()

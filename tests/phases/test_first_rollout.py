@@ -1,4 +1,4 @@
-"""Normalisers are fitted to a rollout before the first update, and only where nothing fitted them yet."""
+"""A first rollout fits unfitted normalisers before the first update."""
 
 import copy
 
@@ -11,31 +11,31 @@ from sparring.algorithms.scoring import Decisions, Parity, ParityError
 from sparring.runs.run import Run
 
 
-def watched(run: Run) -> list[float]:
-    """How many observations the normaliser has seen when each update begins."""
-    update, seen = run.phase.algorithm.update, []
+def record_counts(run: Run) -> list[float]:
+    """A list that gets the count of the normaliser at the start of each update."""
+    update, counts = run.phase.algorithm.update, []
 
-    def look_and_update(rollout, fraction):
-        seen.append(float(run.phase.policy.encoder.normalizer.count))
+    def record_and_update(rollout, fraction):
+        counts.append(float(run.phase.policy.encoder.normalizer.count))
         return update(rollout, fraction)
 
-    run.phase.algorithm.update = look_and_update
-    return seen
+    run.phase.algorithm.update = record_and_update
+    return counts
 
 
 def small(tmp_path, **policy) -> Run:
     return Run(config_in(tmp_path, policy=SMALL["policy"] | policy), quiet=True)
 
 
-def test_the_first_update_learns_with_fitted_normalisers_and_the_steps_count(tmp_path):
+def test_first_update_uses_fitted_normalisers_and_counts_their_steps(tmp_path):
     run = small(tmp_path)
-    seen = watched(run)
+    counts = record_counts(run)
     decisions = run.config.rollout.steps * run.config.rollout.n_envs
     run.phase.step(0.0)
-    assert seen == [decisions] and run.phase.progress.env_steps == 2 * decisions
+    assert counts == [decisions] and run.phase.progress.env_steps == 2 * decisions
     run.phase.step(0.1)
-    # statistics go on after each update, without another rollout
-    assert seen == [decisions, 2 * decisions] and run.phase.progress.env_steps == 3 * decisions
+    # later updates extend the statistics without another rollout
+    assert counts == [decisions, 2 * decisions] and run.phase.progress.env_steps == 3 * decisions
     algorithm, collector = run.phase.algorithm, run.phase.collector
     assert (algorithm.updates, algorithm.version, collector.version) == (2, 3, 3)
     run.phase.env.close()
@@ -46,18 +46,18 @@ def test_the_first_update_learns_with_fitted_normalisers_and_the_steps_count(tmp
     [{"mode": "async", "staleness": 0}, {"mode": "async"}, {"groups": 2}, {"n_episodes_per_batch": 4}],
     ids=["async in turns", "async", "groups", "whole episodes"],
 )
-def test_so_it_is_however_rollouts_are_collected(tmp_path, rollout):
+def test_normalisers_are_fitted_first_in_every_rollout_mode(tmp_path, rollout):
     run = Run(config_in(tmp_path, rollout=SMALL["rollout"] | rollout), quiet=True)
-    seen = watched(run)
+    counts = record_counts(run)
     run.phase.step(0.0)
-    (fitted,), once = seen, run.phase.progress.env_steps / 2
-    # by episodes the two rollouts differ in length
+    (fitted,), once = counts, run.phase.progress.env_steps / 2
+    # rollouts of complete episodes differ in length
     assert fitted > 8 and (fitted == once or "n_episodes_per_batch" in rollout and run.phase.progress.episodes == 8)
     assert (run.phase.algorithm.updates, run.phase.algorithm.version) == (1, 2)
     run.phase.env.close()
 
 
-def test_the_gate_judges_what_the_collecting_process_measured_of_the_first_rollout(tmp_path):
+def test_parity_of_the_first_rollout_is_checked(tmp_path):
     run = Run(config_in(tmp_path, rollout=SMALL["rollout"] | {"mode": "async"}), quiet=True)
     collector, collect = run.phase.collector, run.phase.collector.collect
 
@@ -72,8 +72,8 @@ def test_the_gate_judges_what_the_collecting_process_measured_of_the_first_rollo
     run.phase.env.close()
 
 
-def test_stale_values_of_the_first_update_are_raised_with_the_critic(tmp_path):
-    """V-trace reads both the values that were stored and those of the present critic."""
+def test_stale_values_of_the_first_update_get_the_level_of_the_critic(tmp_path):
+    """V-trace uses both the stored values and those of the current critic."""
     run = Run(config_in(tmp_path, ppo=SMALL["ppo"] | {"normalize_value": True, "correction": "vtrace"}), quiet=True)
     algorithm, buffer, judged = run.phase.algorithm, run.phase.buffer, []
     estimate = algorithm._with_advantages
@@ -82,19 +82,19 @@ def test_stale_values_of_the_first_update_are_raised_with_the_critic(tmp_path):
         buffer.set("version", torch.zeros_like(buffer.rollout()["version"]))
         return {}
 
-    def look(rollout):
+    def record_values(rollout):
         judged.append((rollout["value"].mean().item(), rollout["proximal_value"].mean().item(), algorithm.level))
         return estimate(rollout)
 
     algorithm.expect_stale()
-    run.phase.add_rewards, algorithm._with_advantages = collected_by_the_first_weights, look
+    run.phase.add_rewards, algorithm._with_advantages = collected_by_the_first_weights, record_values
     run.phase.step(0.0)
     ((stored, proximal, level),) = judged
     assert level > 1 and abs(stored - level) < 0.5 and abs(proximal - level) < 0.5
     run.phase.env.close()
 
 
-def test_an_algorithm_that_learned_before_takes_fresh_decisions_for_fresh(tmp_path):
+def test_reused_algorithm_treats_new_decisions_as_on_policy(tmp_path):
     run = small(tmp_path)
     run.phase.step(0.0)
     again = type(run.phase).of(run.config, run.phase.env, run.phase.policy, run.phase.algorithm, run.phase.distributed)
@@ -102,7 +102,7 @@ def test_an_algorithm_that_learned_before_takes_fresh_decisions_for_fresh(tmp_pa
     run.phase.env.close()
 
 
-def test_fresh_decisions_are_not_taken_for_stale_ones(tmp_path):
+def test_on_policy_decisions_are_not_treated_as_stale(tmp_path):
     run = small(tmp_path)
     for _ in range(2):
         metrics = run.phase.step(0.0)
@@ -111,7 +111,7 @@ def test_fresh_decisions_are_not_taken_for_stale_ones(tmp_path):
     run.phase.env.close()
 
 
-def test_nothing_is_fitted_where_nothing_is_normalised(tmp_path):
+def test_no_first_rollout_without_normalisers(tmp_path):
     run = small(tmp_path, normalize_observations=False)
     run.phase.step(0.0)
     assert run.phase.algorithm.warmups == 0
@@ -119,20 +119,20 @@ def test_nothing_is_fitted_where_nothing_is_normalised(tmp_path):
     run.phase.env.close()
 
 
-def test_statistics_that_were_loaded_are_kept(tmp_path):
+def test_loaded_statistics_are_kept(tmp_path):
     first = small(tmp_path / "first")
     first.phase.step(0.0)
     first.save()
     first.phase.env.close()
     again = Run(config_in(tmp_path / "again", pretrained=str(tmp_path / "first")), quiet=True)
-    seen = watched(again)
+    counts = record_counts(again)
     loaded = float(first.phase.policy.encoder.normalizer.count)
     again.phase.step(0.0)
-    assert seen == [loaded] and again.phase.algorithm.warmups == 0
+    assert counts == [loaded] and again.phase.algorithm.warmups == 0
     again.phase.env.close()
 
 
-def test_a_resumed_run_does_not_fit_anew(tmp_path):
+def test_resumed_run_does_not_fit_again(tmp_path):
     first = small(tmp_path)
     first.phase.step(0.0)
     first.save()
@@ -145,7 +145,7 @@ def test_a_resumed_run_does_not_fit_anew(tmp_path):
     resumed.phase.env.close()
 
 
-def test_a_run_of_before_goes_on_without_one(tmp_path):
+def test_state_without_warmups_is_loaded(tmp_path):
     run = small(tmp_path)
     run.phase.step(0.0)
     state = run.phase.algorithm.state_dict()
@@ -155,7 +155,7 @@ def test_a_run_of_before_goes_on_without_one(tmp_path):
     run.phase.env.close()
 
 
-def test_the_statistics_move_less_after_the_first_update_than_without_it(tmp_path):
+def test_fitting_reduces_the_change_of_values_by_later_statistics(tmp_path):
     run = small(tmp_path)
     phase = run.phase
     bare = copy.deepcopy(phase.policy)
@@ -164,19 +164,19 @@ def test_the_statistics_move_less_after_the_first_update_than_without_it(tmp_pat
     phase.algorithm.warm_up(phase.buffer.rollout())
     phase.collect()
 
-    def moved(policy) -> float:
-        """How far the values of the first rollout move when statistics take in the second one, in their own spread."""
+    def value_change(policy) -> float:
+        """Change of the values of the first rollout when the second one updates the statistics, per their spread."""
         with torch.no_grad():
             before = policy.value(root)
             Decisions(phase.buffer.rollout().flatten(0, 1)).update_normalizers(policy, phase.distributed)
             return float((policy.value(root) - before).abs().mean() / before.std())
 
-    assert moved(phase.policy) < 0.6 * moved(bare)
+    assert value_change(phase.policy) < 0.6 * value_change(bare)
     phase.env.close()
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_both_algorithms_count_it(tmp_path, algorithm):
+def test_both_algorithms_count_the_first_rollout(tmp_path, algorithm):
     more = {"algorithm": algorithm}
     if algorithm == "grpo":
         rollout = {"n_envs": 2, "n_episodes_per_batch": 2, "group_size": 2, "max_episode_steps": 5}
@@ -188,5 +188,5 @@ def test_both_algorithms_count_it(tmp_path, algorithm):
     run.phase.env.close()
 
 
-def test_a_policy_without_normalisers_wants_no_statistics():
+def test_policy_without_normalisers_needs_no_statistics():
     assert LinearPolicy().needs_statistics is False

@@ -1,4 +1,4 @@
-"""Fine-tuning in a world model's imagination: its numbers are the model's, the evaluation is real, and it resumes."""
+"""Fine-tuning in a world model's imagination: predicted transitions, evaluation in the real env, resume."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ def run_of(teacher, output, *overrides) -> Run:
     return Run(config_of("finetune", output, f"rollout.imagined={teacher}", *POLICY, *overrides), quiet=True)
 
 
-def test_robots_act_in_what_the_model_predicts(teacher, tmp_path, monkeypatch):
-    # a reward that no env gives
+def test_rollouts_are_predictions_of_the_model(teacher, tmp_path, monkeypatch):
+    # a reward that the env never gives
     def predict(self, td, without=(), truly=CopyingWorldModel.predict):
         return truly(self, td).set("reward", torch.full((len(td),), 7.0))
 
@@ -49,19 +49,19 @@ def test_robots_act_in_what_the_model_predicts(teacher, tmp_path, monkeypatch):
     assert isinstance(phase.env, ImaginedEnv) and run.config.env.task == ("reach_d0",)
     metrics = phase.step(0.0)
     model = phase.env.backend.model
-    # as many to fit the normalisers
+    # 4 decisions to fit the normalisers and 4 of the update
     assert model.calls["predict"] == 8 and model.calls["loss"] == 0
     rollout = phase.buffer.rollout()
-    # 3 decisions of 7 each, two episodes of each of the 2 robots
+    # 3 decisions with reward 7, two episodes of each of 2 robots
     assert metrics["episode_reward"] == 21 and phase.progress.episodes == 4
     assert bool((rollout["next", "reward"] == 3.5).all())
-    # the double copies the picture, a bit brighter: in one episode the head camera sees the same all along
+    # the double copies the image, slightly brighter: within an episode frames are nearly equal
     shown = rollout["observation", "image", "head"].float()
     assert torch.allclose(shown[0], shown[1], atol=1.5) and not torch.allclose(shown[0], shown[3], atol=1.5)
     assert "in a world model's imagination" in phase.learns_from
 
 
-def test_evaluation_stays_real(teacher, tmp_path):
+def test_evaluation_uses_the_real_env(teacher, tmp_path):
     run = run_of(teacher, tmp_path, "training.iterations=1")
     model = run.phase.env.backend.model
     assert run.run()
@@ -69,26 +69,26 @@ def test_evaluation_stays_real(teacher, tmp_path):
     evaluation = run.evaluate()
     assert model.calls["predict"] == before and evaluation.episodes == 2
     score = evaluation.scores["policy"]["reach_d0"]
-    # the task's own limit, not that of imagination
+    # the limit of the task, not of imagination
     assert score.steps > 16 * 2 or score.success.rate > 0
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(teacher, tmp_path):
+def test_resumed_run_is_bit_identical(teacher, tmp_path):
     options = ["training.iterations=4", "rollout.imagined_decisions=3"]
-    whole = run_of(teacher, tmp_path / "whole", *options)
-    assert whole.run()
-    first = run_of(teacher, tmp_path / "halves", *options)
+    straight = run_of(teacher, tmp_path / "straight", *options)
+    assert straight.run()
+    first = run_of(teacher, tmp_path / "stopped", *options)
     for _ in range(2):
         first.phase.step(first.fraction)
     first.save()
-    second = run_of(teacher, tmp_path / "halves", *options)
+    second = run_of(teacher, tmp_path / "stopped", *options)
     assert second.phase.progress.updates == 2
     assert second.run()
-    ours, theirs = second.phase.policy.state_dict(), whole.phase.policy.state_dict()
+    ours, theirs = second.phase.policy.state_dict(), straight.phase.policy.state_dict()
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
 
 
-def test_groups_start_alike_in_imagination_too(teacher, tmp_path):
+def test_robots_of_a_group_start_equally(teacher, tmp_path):
     grpo = ["algorithm=grpo", "rollout.n_episodes_per_batch=4", "rollout.group_size=2", "rollout.imagined_decisions=3"]
     phase = run_of(teacher, tmp_path, *grpo).phase
     assert phase.buffer.steps == 2 * 3
@@ -97,11 +97,11 @@ def test_groups_start_alike_in_imagination_too(teacher, tmp_path):
     assert torch.equal(first[0], first[1])
 
 
-def test_only_finetune_imagines(teacher, tmp_path):
+def test_only_finetune_accepts_imagination(teacher, tmp_path):
     with pytest.raises(ConfigError, match="rollout.imagined.*student acts in the env"):
         config_of("student", tmp_path, f"rollout.imagined={teacher}", f"student.teacher={teacher}")
 
 
-def test_a_world_model_of_something_else_is_refused(teacher, tmp_path):
+def test_incompatible_world_model_is_refused(teacher, tmp_path):
     with pytest.raises(UserError, match="(?s)rollout.imagined=.*rollout.action_steps was 2 and is 3"):
         run_of(teacher, tmp_path, "rollout.action_steps=3")

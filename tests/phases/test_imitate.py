@@ -1,4 +1,4 @@
-"""Imitation: which chunks are drawn, that losses lead to the demonstrator, going on bit-equal, what is refused."""
+"""Imitation: sampled chunks, losses, bit-identical resume, refused datasets and settings."""
 
 import json
 import os
@@ -33,19 +33,19 @@ from sparring.policies.flow.policy import FlowPolicy
 from sparring.runs.checkpoint import checkpoints
 from sparring.runs.run import Run
 
-# the env is the one of these settings, not the one that was recorded
+# the env of these settings, not the recorded one
 load_config = partial(schema.load_config, inherit=False)
 
 ENV = {"task": "push_d0", "object_state": "privileged", "control_mode": "delta_ee_pos", "threads": 1}
-SEEN = ENV | {"cameras": ["head"], "image_size": 36}
+WITH_IMAGES = ENV | {"cameras": ["head"], "image_size": 36}
 LENGTH = 7
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """`state`: four short episodes; `seen`: two with pictures; `lift`: two of another task."""
+    """`state`: four short episodes; `seen`: two with images; `lift`: two of another task."""
     base = tmp_path_factory.mktemp("demos")
-    for name, env, episodes in (("state", ENV, 4), ("seen", SEEN, 2), ("lift", ENV | {"task": "lift_d0"}, 2)):
+    for name, env, episodes in (("state", ENV, 4), ("seen", WITH_IMAGES, 2), ("lift", ENV | {"task": "lift_d0"}, 2)):
         plan = Plan(TabletopConfig(**env), max_episode_steps=LENGTH, keep_failures=True)
         record(plan, episodes, base / name, quiet=True)
     return base
@@ -58,7 +58,7 @@ def spec():
     return env.spec
 
 
-def drawn(chunks, count=64, seed=0):
+def sampled(chunks, count=64, seed=0):
     return chunks.sample(count, torch.Generator().manual_seed(seed))
 
 
@@ -79,9 +79,9 @@ def settings(folder, output, env=ENV, **more):
 # ---- chunks
 
 
-def test_a_chunk_is_what_followed_and_ends_with_its_episode(folder, spec):
+def test_chunks_contain_the_following_actions_up_to_the_end_of_the_episode(folder, spec):
     demos = Demonstrations(folder / "state")
-    batch = drawn(ActionChunks([demos], 5, spec))
+    batch = sampled(ActionChunks([demos], 5, spec))
     actions, states = demos.numbers("action"), demos.numbers("observation.state")
     assert batch["action"].shape == (64, 5, 4) and batch["valid"].shape == (64, 5)
     seen = set()
@@ -97,41 +97,41 @@ def test_a_chunk_is_what_followed_and_ends_with_its_episode(folder, spec):
     assert len(seen) > 20
 
 
-def test_only_the_first_episodes_are_drawn(folder, spec):
+def test_episodes_limits_sampling_to_the_first_episodes(folder, spec):
     chunks = ActionChunks([Demonstrations(folder / "state")], 2, spec, episodes=1)
     assert len(chunks) == LENGTH and chunks.episodes == 1
     first = Demonstrations(folder / "state").numbers("action")[:LENGTH]
     np.testing.assert_allclose(chunks.statistics()["action"]["max"], first.max(0))
-    assert {tuple(a.tolist()) for a in drawn(chunks)["action"][:, 0]} <= {tuple(a.tolist()) for a in first}
+    assert {tuple(a.tolist()) for a in sampled(chunks)["action"][:, 0]} <= {tuple(a.tolist()) for a in first}
 
 
-def test_pictures_come_with_their_step_from_each_dataset(folder):
-    env = make_env(TabletopConfig(**SEEN), 1)
+def test_images_belong_to_their_step(folder):
+    env = make_env(TabletopConfig(**WITH_IMAGES), 1)
     env.close()
     demos = Demonstrations(folder / "seen", cameras=["head"], image_size=36, cache=True)
     chunks = ActionChunks([demos, demos], 1, env.spec)
     assert len(chunks) == 4 * LENGTH
-    batch = drawn(chunks, 32)
-    pictures, states = demos.image_cache("head"), demos.numbers("observation.state")
+    batch = sampled(chunks, 32)
+    images, states = demos.image_cache("head"), demos.numbers("observation.state")
     for row in range(32):
         step = int(np.flatnonzero((states == batch["observation", "state"][row].numpy()).all(1))[0])
-        np.testing.assert_array_equal(batch["observation", "image", "head"][row], pictures[step])
+        np.testing.assert_array_equal(batch["observation", "image", "head"][row], images[step])
 
 
-def test_pictures_are_scaled_to_the_size_of_each_camera_of_the_env(tmp_path):
-    config = TabletopConfig(**SEEN | {"cameras": ["head", "wrist"]})
+def test_images_are_scaled_to_the_size_of_each_camera(tmp_path):
+    config = TabletopConfig(**WITH_IMAGES | {"cameras": ["head", "wrist"]})
     record(Plan(config, max_episode_steps=LENGTH, keep_failures=True), 1, tmp_path / "two", quiet=True)
     env = make_env(config, 1)
     env.close()
     shapes = {"image/head": (3, 36, 48), "image/wrist": (3, 24, 20)}
     spec = replace(env.spec, observation=env.spec.observation | {k: (s, "uint8") for k, s in shapes.items()})
-    images = drawn(ActionChunks([open_dataset(tmp_path / "two", config, spec)], 1, spec), 5)["observation", "image"]
+    images = sampled(ActionChunks([open_dataset(tmp_path / "two", config, spec)], 1, spec), 5)["observation", "image"]
     assert {f"image/{camera}": tuple(images[camera].shape[1:]) for camera in ("head", "wrist")} == shapes
 
 
 @pytest.mark.parametrize("padding", [0, 60])
-def test_object_poses_recorded_apart_complete_the_state_as_the_env_would(folder, tmp_path, padding):
-    """The same episodes, recorded with all in the state, say what is right."""
+def test_privileged_object_poses_are_appended_to_the_state(folder, tmp_path, padding):
+    """Compared with the same episodes recorded with env.object_state=state."""
     config = TabletopConfig(**ENV | {"object_state": "state"})
     record(Plan(config, max_episode_steps=LENGTH, keep_failures=True), 4, tmp_path / "whole", quiet=True)
     whole = Demonstrations(tmp_path / "whole")
@@ -143,48 +143,48 @@ def test_object_poses_recorded_apart_complete_the_state_as_the_env_would(folder,
     assert demos.state_dim == 51 and set(demos.episode(0)["observation"].keys()) == {"state", "task"}
     found, right = (each.statistics["observation/state"] for each in (demos, whole))
     np.testing.assert_allclose(found["mean"], right["mean"], rtol=1e-5, atol=1e-6)
-    batch = drawn(ActionChunks([demos], 1, env.spec))
+    batch = sampled(ActionChunks([demos], 1, env.spec))
     assert batch["observation"].keys() == {"state", "task"}
     np.testing.assert_array_equal(
         batch["observation", "state"][:, :51], whole.numbers("observation.state")[batch["step"]]
     )
 
 
-def test_instructions_are_matched_by_their_words(folder):
+def test_instructions_are_matched_by_text(folder):
     env = make_env(TabletopConfig(**ENV | {"task": ("lift_d0", "push_d0")}), 2)
     env.close()
     demos = Demonstrations(folder / "state")
-    tasks = drawn(ActionChunks([demos], 1, env.spec))["observation", "task"]
+    tasks = sampled(ActionChunks([demos], 1, env.spec))["observation", "task"]
     assert {env.spec.instructions[i] for i in tasks.tolist()} == set(demos.instructions)
     assert {env.spec.task_names[i] for i in tasks.tolist()} == {"push_d0"}
 
 
-def test_an_instruction_the_env_never_gives_is_refused_by_name(folder, spec):
+def test_unknown_instruction_is_refused(folder, spec):
     demos = Demonstrations(folder / "lift")
     with pytest.raises(UserError, match=f"demonstrates .*'{demos.instructions[0]}'.* env.task"):
         ActionChunks([demos], 1, spec)
 
 
-def test_vectors_are_padded_as_the_env_pads(folder):
+def test_vectors_are_padded_like_the_env(folder):
     env = make_env(TabletopConfig(**ENV | {"pad_state": 40, "pad_action": 9}), 1)
     env.close()
     chunks = ActionChunks([Demonstrations(folder / "state")], 2, env.spec)
-    batch = drawn(chunks)
+    batch = sampled(chunks)
     assert batch["observation", "state"].shape == (64, 40) and not batch["observation", "state"][:, 30:].any()
     assert batch["action"].shape == (64, 2, 9) and not batch["action"][..., 4:].any()
     assert chunks.statistics()["action"]["mean"].shape == (4,)
 
 
-def test_shifted_pictures_are_moved_by_whole_pixels_within_bounds():
-    pictures = torch.arange(10 * 12).view(1, 1, 10, 12).repeat(40, 3, 1, 1)
-    moved = shifted(pictures, 2, torch.Generator().manual_seed(0))
-    assert moved.shape == pictures.shape
-    # the middle of a picture tells how far it moved: 12 a row, 1 a column
-    by = (moved[:, 0, 5, 6] - pictures[0, 0, 5, 6]).tolist()
+def test_shifted_images_move_by_whole_pixels_within_bounds():
+    images = torch.arange(10 * 12).view(1, 1, 10, 12).repeat(40, 3, 1, 1)
+    moved = shifted(images, 2, torch.Generator().manual_seed(0))
+    assert moved.shape == images.shape
+    # the centre pixel gives the shift: 12 per row, 1 per column
+    by = (moved[:, 0, 5, 6] - images[0, 0, 5, 6]).tolist()
     assert len(set(by)) > 10 and set(by) <= {12 * row + column for row in range(-2, 3) for column in range(-2, 3)}
     for row, offset in enumerate(by):
         inner = moved[row, 1, 2:8, 2:10]
-        assert torch.equal(inner, pictures[0, 1, 2:8, 2:10] + offset)
+        assert torch.equal(inner, images[0, 1, 2:8, 2:10] + offset)
 
 
 # ---- losses
@@ -193,7 +193,7 @@ SMALL_SPEC = EnvSpec({"state": ((2,), "float32")}, action_dim=3, action_padding=
 
 
 def fitted(policy, target, steps=400, valid=None):
-    """After learning to answer the two states [1, 0] and [0, 1] with `target [2, C, A]`."""
+    """The actions after training on the states [1, 0] and [0, 1] with `target [2, C, A]`."""
     batch = TensorDict(
         {
             "observation": {"state": torch.eye(2)},
@@ -213,7 +213,7 @@ def fitted(policy, target, steps=400, valid=None):
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "squashed", "gsde"])
-def test_the_mode_becomes_what_was_shown(distribution):
+def test_mode_converges_to_the_demonstrated_action(distribution):
     torch.manual_seed(0)
     policy = ActorCritic(ActorCriticConfig(distribution=distribution, hidden=(32,)), SMALL_SPEC, 2)
     target = torch.tensor([[[0.5, -0.3, 9.0], [0.2, 0.1, 9.0]], [[-0.4, 0.6, 9.0], [1.0, -1.0, 9.0]]])
@@ -222,16 +222,16 @@ def test_the_mode_becomes_what_was_shown(distribution):
     assert not action[..., 2].any()
 
 
-def test_the_width_becomes_that_of_the_errors_and_not_less_than_its_floor():
+def test_std_converges_to_that_of_the_errors_or_its_floor():
     torch.manual_seed(0)
     policy = ActorCritic(ActorCriticConfig(hidden=(32,)), EnvSpec({"state": ((2,), "float32")}, 2), 1)
-    # the same state twice, with answers 0.2 to either side of the mean in the first entry and one answer in the second
+    # equal states; targets 0.2 on either side of the mean in the first entry, constant in the second
     policy.encoder.normalizer.scale.zero_()
     fitted(policy, torch.tensor([[[0.3, 0.5]], [[-0.1, 0.5]]]))
     assert policy.head.log_std.exp().tolist() == pytest.approx([0.2, 0.05], abs=0.01)
 
 
-def test_what_is_past_the_end_teaches_nothing():
+def test_actions_after_the_episode_are_ignored():
     torch.manual_seed(0)
     policy = ActorCritic(ActorCriticConfig(hidden=(32,)), SMALL_SPEC, 2)
     target = torch.full((2, 2, 3), 0.5)
@@ -240,13 +240,13 @@ def test_what_is_past_the_end_teaches_nothing():
     assert (action[:, 0, :2] - 0.5).abs().max() < 0.05 and action[:, 1].abs().max() < 1
 
 
-def test_a_discrete_policy_takes_the_shown_choice():
+def test_discrete_policy_learns_the_demonstrated_choice():
     torch.manual_seed(0)
     policy = ActorCritic(ActorCriticConfig(hidden=(16,)), EnvSpec({"state": ((2,), "float32")}, 1, 4), 1)
     assert fitted(policy, torch.tensor([[[3.0]], [[1.0]]]), steps=100).flatten().tolist() == [3.0, 1.0]
 
 
-def test_normalised_actions_come_back_scaled_and_scored_the_same():
+def test_normalised_actions_are_rescaled():
     torch.manual_seed(0)
     policy = ActorCritic(ActorCriticConfig(normalize_actions=True, hidden=(32,)), SMALL_SPEC, 1)
     statistics = {"action": {"min": np.array([0.0, -0.02]), "max": np.array([0.04, 0.1])}}
@@ -257,7 +257,7 @@ def test_normalised_actions_come_back_scaled_and_scored_the_same():
 
 
 @pytest.mark.parametrize("kind", [ActorCritic, FlowPolicy])
-def test_states_and_actions_are_each_scaled_in_their_own_way(kind):
+def test_states_and_actions_have_separate_scaling_modes(kind):
     config = (ActorCriticConfig if kind is ActorCritic else FlowConfig)(normalize_actions=True)
     policy = kind(config, EnvSpec({"state": ((1,), "float32")}, 1), 1)
     one = {name: np.array([value]) for name, value in {"mean": 1.0, "std": 2.0, "min": 2.0, "max": 10.0}.items()}
@@ -269,7 +269,7 @@ def test_states_and_actions_are_each_scaled_in_their_own_way(kind):
 
 
 @pytest.mark.parametrize("distribution", ["squashed", "discrete"])
-def test_normalised_actions_are_refused_where_they_make_no_sense(distribution):
+def test_normalised_actions_are_refused_for_other_distributions(distribution):
     spec = EnvSpec({"state": ((2,), "float32")}, 1, 4 if distribution == "discrete" else 0)
     with pytest.raises(UserError, match="policy.normalize_actions=true scales"):
         ActorCritic(ActorCriticConfig(normalize_actions=True, distribution=distribution), spec, 1)
@@ -285,10 +285,10 @@ def run_to_the_end(config) -> Run:
     return run
 
 
-@pytest.mark.parametrize("way", ["plain", "averaged, pictures"])
-def test_stopped_it_goes_on_bit_equal(folder, tmp_path, way):
-    more = {} if way == "plain" else {"imitate": {"ema": 0.9, "image_augmentation": 2}, "env": SEEN}
-    demos = folder / ("state" if way == "plain" else "seen")
+@pytest.mark.parametrize("variant", ["plain", "averaged, images"])
+def test_resumed_run_is_bit_identical(folder, tmp_path, variant):
+    more = {} if variant == "plain" else {"imitate": {"ema": 0.9, "image_augmentation": 2}, "env": WITH_IMAGES}
+    demos = folder / ("state" if variant == "plain" else "seen")
     straight = run_to_the_end(load_config(settings(demos, tmp_path / "straight", **more)))
     config = load_config(settings(demos, tmp_path / "stopped", **more))
     stopped = Run(config)
@@ -301,11 +301,11 @@ def test_stopped_it_goes_on_bit_equal(folder, tmp_path, way):
         assert all(torch.equal(one[name], other[name]) for name in one)
     saved = load_policy(tmp_path / "stopped").state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in resumed.phase.model.state_dict().items())
-    if way != "plain":
+    if variant != "plain":
         assert not torch.equal(resumed.phase.model.head.linear.weight, resumed.phase.policy.head.linear.weight)
 
 
-def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
+def test_loss_falls_and_the_critic_does_not_change(folder, tmp_path):
     config = load_config(
         settings(
             folder / "state",
@@ -322,13 +322,13 @@ def test_it_learns_and_leaves_the_critic_alone(folder, tmp_path):
     state = run.phase.policy.encoder.normalizer
     assert state.fitted and run.phase.policy.critic.privileged.fitted
     values = torch.from_numpy(Demonstrations(folder / "state").numbers("observation.state"))
-    # by the range, as was asked for
+    # scaled by the range (min_max)
     scaled = state(values)
     assert scaled.abs().max() == pytest.approx(1, abs=1e-3) and (scaled.amax(0) + scaled.amin(0)).abs().max() < 1e-3
 
 
-def watched(folder, tmp_path, **more):
-    """A phase, and of each of its gradient steps: was dropout on, and from which batch was it made?"""
+def recorded(folder, tmp_path, **more):
+    """A phase, and a list that gets (training mode, batch) of each gradient step."""
     phase = Run(load_config(settings(folder, tmp_path, **more)), folder=False, quiet=True).phase
     seen, loss = [], phase.policy.imitation_loss
     phase.policy.imitation_loss = lambda batch, generator: (
@@ -337,8 +337,8 @@ def watched(folder, tmp_path, **more):
     return phase, seen
 
 
-def test_dropout_is_on_while_it_learns_and_off_afterwards(folder, tmp_path):
-    phase, seen = watched(folder / "state", tmp_path)
+def test_dropout_is_active_during_updates_only(folder, tmp_path):
+    phase, seen = recorded(folder / "state", tmp_path)
     phase.step(0.0)
     phase.step(0.5)
     assert [training for training, _ in seen] == [True] * 6
@@ -346,27 +346,29 @@ def test_dropout_is_on_while_it_learns_and_off_afterwards(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("schedule", "left"), [("linear", 0.75), ("cosine", 0.8536), ("constant", 1.0)])
-def test_the_learning_rate_falls_as_asked(folder, tmp_path, schedule, left):
-    phase, _ = watched(folder / "state", tmp_path, imitate={"lr_schedule": schedule, "learning_rate": 0.01})
+def test_learning_rate_follows_its_schedule(folder, tmp_path, schedule, left):
+    phase, _ = recorded(folder / "state", tmp_path, imitate={"lr_schedule": schedule, "learning_rate": 0.01})
     assert phase.step(0.0)["lr"] == 0.01
     assert phase.step(0.25)["lr"] == pytest.approx(0.01 * left, rel=1e-4)
     assert phase.optimizer.state_dict()["param_groups"][0]["lr"] == pytest.approx(0.01 * left, rel=1e-4)
 
 
 @pytest.mark.parametrize("pixels", [0, 2])
-def test_pictures_are_shifted_where_asked_for(folder, tmp_path, pixels):
-    phase, seen = watched(folder / "seen", tmp_path, env=SEEN, imitate={"image_augmentation": pixels})
+def test_image_augmentation_shifts_images_only(folder, tmp_path, pixels):
+    phase, seen = recorded(folder / "seen", tmp_path, env=WITH_IMAGES, imitate={"image_augmentation": pixels})
     phase.step(0.0)
     plain = BatchBuilder(phase.chunks, 8, phase.seed * 1009, "cpu")
-    for (_, batch), drawn in zip(seen, plain, strict=False):
-        same = (batch["observation", "image", "head"] == drawn["observation", "image", "head"]).flatten(1).all(1)
+    for (_, batch), sampled in zip(seen, plain, strict=False):
+        same = (batch["observation", "image", "head"] == sampled["observation", "image", "head"]).flatten(1).all(1)
         assert same.sum() <= 4 if pixels else same.all()
-        assert torch.equal(batch["observation", "state"], drawn["observation", "state"])
-        assert torch.equal(batch["action"], drawn["action"])
+        assert torch.equal(batch["observation", "state"], sampled["observation", "state"])
+        assert torch.equal(batch["action"], sampled["action"])
 
 
-def test_an_average_of_few_weights_forgets_its_start(folder, tmp_path):
-    phase, _ = watched(folder / "state", tmp_path, imitate={"ema": 0.999, "steps_per_update": 1, "learning_rate": 0.01})
+def test_ema_of_few_steps_has_a_lower_decay(folder, tmp_path):
+    phase, _ = recorded(
+        folder / "state", tmp_path, imitate={"ema": 0.999, "steps_per_update": 1, "learning_rate": 0.01}
+    )
     average = phase.policy.head.linear.weight.detach().clone()
     for step in (1, 2, 3):
         phase.step(0.0)
@@ -374,12 +376,12 @@ def test_an_average_of_few_weights_forgets_its_start(folder, tmp_path):
         decay = step / (step + 10)
         average = decay * average + (1 - decay) * now
         torch.testing.assert_close(phase.model.head.linear.weight, average)
-    # and is no copy
+    # it differs from the weights
     assert (average - now).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])
-def test_pretrained_normalisers_that_no_demonstrations_fitted_are_fitted(folder, tmp_path, ema):
+def test_pretrained_normalisers_are_fitted_once_to_demonstrations(folder, tmp_path, ema):
     scaled = {"hidden": [16], "normalize_actions": True}
     rollouts = {"output": str(tmp_path / "rl"), "env": ENV, "policy": scaled, "rollout": {"n_envs": 2, "steps": 8}}
     run_to_the_end(load_config(rollouts | {"training": {"iterations": 1}, "logging": {"console_level": "ERROR"}}))
@@ -393,23 +395,21 @@ def test_pretrained_normalisers_that_no_demonstrations_fitted_are_fitted(folder,
         state, action, privileged = policy.encoder.normalizer, policy.action_normalizer, policy.critic.privileged
         assert state.fitted and action.fitted and privileged.fitted
         torch.testing.assert_close(state.shift, torch.from_numpy(demos.numbers("observation.state")).mean(0))
-        # the hand's steps; the fingers stay as they are
+        # entries of the hand; those of the fingers are constant
         steps = action(torch.from_numpy(demos.numbers("action")))[:, :3]
         torch.testing.assert_close(steps.amax(0), torch.ones(3), rtol=0, atol=1e-3)
-    # once fitted they stay: other demonstrations are seen through the same ones
+    # fitted normalisers are kept with other demonstrations
     again = imitated("seen", "second", "first").phase.policy
     assert torch.equal(again.encoder.normalizer.shift, phase.model.encoder.normalizer.shift)
     assert torch.equal(again.action_normalizer.scale, phase.model.action_normalizer.scale)
 
 
 @pytest.mark.parametrize(("demos", "seconds", "long"), [("state", 0.25, "50 s"), ("seen", 3.0, "10 min")])
-def test_it_says_what_it_imitates_from_and_soon_how_long_that_takes(
-    folder, tmp_path, monkeypatch, demos, seconds, long
-):
-    """Four updates of 50 gradient steps that take so many seconds, but for the first one, which takes 100."""
-    more = {"env": SEEN if demos == "seen" else ENV, "imitate": {"steps_per_update": 50}}
-    phase, seen = watched(folder / demos, tmp_path, **more)
-    loss, now, told = phase.policy.imitation_loss, [1.0], []
+def test_observations_and_expected_duration_are_logged_once(folder, tmp_path, monkeypatch, demos, seconds, long):
+    """Four updates of 50 gradient steps of `seconds` each; the first step takes 100 s."""
+    more = {"env": WITH_IMAGES if demos == "seen" else ENV, "imitate": {"steps_per_update": 50}}
+    phase, seen = recorded(folder / demos, tmp_path, **more)
+    loss, now, logs = phase.policy.imitation_loss, [1.0], []
 
     def slow(*arguments):
         now[0] += seconds if seen else 100.0
@@ -417,20 +417,20 @@ def test_it_says_what_it_imitates_from_and_soon_how_long_that_takes(
 
     phase.policy.imitation_loss = slow
     monkeypatch.setattr("sparring.phases.imitate.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr("sparring.phases.imitate.log.info", lambda text, *more: told.append((len(seen), text % more)))
+    monkeypatch.setattr("sparring.phases.imitate.log.info", lambda text, *more: logs.append((len(seen), text % more)))
     for update in range(2):
         phase.step(update / 4)
     shown = "images (1 camera, 36 px) and state" if demos == "seen" else "state"
     assert phase.learns_from.endswith(f"of {folder / demos}, from {shown}")
-    # after a second of gradient steps, once
+    # logged once, after one second of gradient steps
     after = 2 if demos == "seen" else 5
-    said = [f"imitating from {shown}: about {long} for 4 updates on this machine"]
+    message = [f"imitating from {shown}: about {long} for 4 updates on this machine"]
     how = "instead of images" if demos == "seen" else "in addition to the robot's state"
-    said.append(f"to imitate from the poses of objects {how}: env.object_state=state env.cameras=[]")
-    assert told == [(after, text) for text in said]
+    message.append(f"to imitate from the poses of objects {how}: env.object_state=state env.cameras=[]")
+    assert logs == [(after, text) for text in message]
 
 
-def test_without_a_limit_it_makes_20_updates(folder, tmp_path):
+def test_default_limit_is_20_updates(folder, tmp_path):
     config = load_config(settings(folder / "state", tmp_path, training={}))
     run = Run(config, folder=False, quiet=True)
     run.phase.progress.updates = 19
@@ -448,7 +448,7 @@ def imitate_on_this_rank(demos, folder):
 
 
 @pytest.mark.usefixtures("forked")
-def test_two_processes_draw_their_own_and_learn_the_same(folder, tmp_path):
+def test_two_processes_sample_separately_and_have_equal_weights(folder, tmp_path):
     code = (
         "import sys; from accelerate import debug_launcher; from test_imitate import imitate_on_this_rank;"
         "debug_launcher(imitate_on_this_rank, tuple(sys.argv[1:]), num_processes=2)"
@@ -468,10 +468,10 @@ def test_two_processes_draw_their_own_and_learn_the_same(folder, tmp_path):
 NATIVE = {"name": "native_vla", "image_size": 32, "patch_size": 16, "vision_layers": 1, "layers": 1, "memory_size": 7}
 
 
-def test_each_step_is_shown_with_what_the_policy_would_remember_there(folder, tmp_path):
-    """Decisions every 3 steps; the episodes of 7 and all their pictures, walked through one by one."""
-    more = {"env": SEEN, "policy": NATIVE, "rollout": {"action_steps": 3}}
-    phase, seen = watched(folder / "seen", tmp_path, **more)
+def test_batches_contain_the_memory_before_each_step(folder, tmp_path):
+    """Decisions every 3 steps; the memory is recomputed step by step through episodes of 7 steps."""
+    more = {"env": WITH_IMAGES, "policy": NATIVE, "rollout": {"action_steps": 3}}
+    phase, seen = recorded(folder / "seen", tmp_path, **more)
     phase.step(0.0)
     for _, batch in seen:
         for row, step in enumerate(batch["step"].tolist()):
@@ -487,7 +487,7 @@ def test_each_step_is_shown_with_what_the_policy_would_remember_there(folder, tm
     assert seen[0][1]["memory", "policy"].abs().max() > 0.1
 
 
-def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
+def test_resumed_run_with_a_memory_is_bit_identical(folder, tmp_path):
     more = {"policy": NATIVE, "rollout": {"action_steps": 3}}
     straight = run_to_the_end(load_config(settings(folder / "state", tmp_path / "straight", **more)))
     config = load_config(settings(folder / "state", tmp_path / "stopped", **more))
@@ -504,7 +504,7 @@ def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (["env.cameras=[head]"], "cameras: expected head, found none; use env.cameras=[]"),
         (["env.control_mode=delta_ee"], "found 4; it was recorded with env.control_mode=delta_ee_pos\ncontrol mode:"),
@@ -527,33 +527,33 @@ def test_with_a_memory_it_goes_on_bit_equal(folder, tmp_path):
         (["env.task=lift_d7"], "lift_d7"),
     ],
 )
-def test_refused(folder, tmp_path, capsys, change, said):
+def test_settings_that_do_not_match_the_dataset_are_refused(folder, tmp_path, capsys, change, message):
     out = tmp_path / "run"
     words = ["train", "imitate", f"imitate.demos={folder / 'state'}", "env.threads=1", "--output", str(out), *change]
     assert main(words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("recorded", "asked", "said"),
+    ("recorded", "asked", "message"),
     [
         ("hidden", "state", "observation.state: expected 51, found 30; it was recorded with env.object_state=hidden"),
         ("state", "hidden", "observation.state: expected 30, found 51; it was recorded with env.object_state=state"),
         ("hidden", "privileged", "expected 21 entries, found none; it was recorded with env.object_state=hidden"),
     ],
 )
-def test_objects_that_are_not_recorded_are_refused_with_the_setting_that_fits(tmp_path, recorded, asked, said):
+def test_other_object_state_than_recorded_is_refused_with_its_setting(tmp_path, recorded, asked, message):
     plan = Plan(TabletopConfig(**ENV | {"object_state": recorded}), max_episode_steps=2, keep_failures=True)
     record(plan, 1, tmp_path / "demos", quiet=True)
     config = load_config(settings(tmp_path / "demos", tmp_path / "run", env=ENV | {"object_state": asked}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         Run(config)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("recorded", "asked", "told", "said"),
+    ("recorded", "asked", "has_settings", "message"),
     [
         ("hidden", "state", True, "env.object_state: expected state, found hidden"),
         ("privileged", "state", True, None),
@@ -562,34 +562,34 @@ def test_objects_that_are_not_recorded_are_refused_with_the_setting_that_fits(tm
         ("privileged", "hidden", True, None),
     ],
 )
-def test_padding_does_not_hide_that_states_are_of_other_things(tmp_path, recorded, asked, told, said):
+def test_padded_state_with_other_contents_is_refused(tmp_path, recorded, asked, has_settings, message):
     demos = tmp_path / "demos"
     plan = Plan(TabletopConfig(**ENV | {"object_state": recorded}), max_episode_steps=2, keep_failures=True)
     record(plan, 1, demos, quiet=True)
-    if not told:
-        # a dataset of others does not say how it was recorded
+    if not has_settings:
+        # a dataset from elsewhere lacks the recording settings
         file = demos / "meta" / "sparring.json"
         extras = json.loads(file.read_text())
         extras["env"] = {key: extras["env"][key] for key in ("name", "task")}
         file.write_text(json.dumps(extras))
         (demos / "manifest.json").unlink()
     config = load_config(settings(demos, tmp_path / "run", env=ENV | {"object_state": asked, "pad_state": 80}))
-    if said is None:
+    if message is None:
         run_to_the_end(config)
         return
-    with pytest.raises(UserError, match=f"\n{said}"):
+    with pytest.raises(UserError, match=f"\n{message}"):
         Run(config)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_policy_that_cannot_imitate_is_refused(folder, tmp_path, monkeypatch):
+def test_policy_without_imitation_loss_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.delattr(ActorCritic, "imitation_loss")
     with pytest.raises(UserError, match="ActorCritic .*imitation_loss"):
         Run(load_config(settings(folder / "state", tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_state_policy_imitates_what_was_recorded_by_default_and_is_fine_tuned(folder, tmp_path, capsys):
+def test_state_policy_imitates_a_dataset_with_images_and_is_fine_tuned(folder, tmp_path, capsys):
     out, tuned = tmp_path / "run", tmp_path / "tuned"
     short = ["training.iterations=1", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.episodes=2"]
     words = ["train", "imitate", f"imitate.demos={folder / 'seen'}", "env.object_state=state", "env.cameras=[]", *short]
@@ -603,7 +603,7 @@ def test_a_state_policy_imitates_what_was_recorded_by_default_and_is_fine_tuned(
     assert "starts from the weights of" in capsys.readouterr().err
 
 
-def test_from_the_command_line_the_env_is_the_demonstrations(folder, tmp_path, capsys):
+def test_env_settings_are_inherited_from_the_demonstrations(folder, tmp_path, capsys):
     out = tmp_path / "run"
     words = ["train", "imitate", f"imitate.demos={folder / 'state'}", "env.threads=1", "--output", str(out)]
     words += ["training.iterations=2", "imitate.steps_per_update=2", "--batch_size", "4", "evaluation.episodes=2"]

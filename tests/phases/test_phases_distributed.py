@@ -1,4 +1,4 @@
-"""Student and adversarial in two processes: one explorer, one world model, episodes of each."""
+"""Student and adversarial in two processes: equal weights, separate episodes."""
 
 import json
 import os
@@ -21,19 +21,19 @@ from sparring.runs.checkpoint import checkpoint_folder, load_spec
 from sparring.runs.folder import RunFolder
 from sparring.runs.run import Run
 
-# episodes of 7 decisions go on in the next rollout of 4
+# episodes of 7 decisions span rollouts of 4
 LONGER = ["training.iterations=4", "training.log_every=1", "rollout.max_episode_steps=14", "threads=1"]
 STUDENT = [*LONGER, *EXPLORER, *SMALL, "rewards.rnd=0.1"]
 ADVERSARIAL = [*LONGER, *SMALL, *SPARRING, "rewards.learning_progress=1"]
 PHASES = ("student", "adversarial")
-# on a busy machine two processes take long to start
+# on a busy machine two processes start slowly
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked")]
 
 
 def phases_on_this_rank(folder):
     """Run by each of two processes."""
     torch.set_num_threads(1)
-    taught = trained(config_of("teacher", f"{folder}/teacher_rl", *TEACHER, "threads=1"))
+    teacher = trained(config_of("teacher", f"{folder}/teacher_rl", *TEACHER, "threads=1"))
     starts = {
         "student": [*STUDENT, f"student.teacher={folder}/teacher_rl"],
         "adversarial": [
@@ -42,34 +42,34 @@ def phases_on_this_rank(folder):
             f"adversarial.student={folder}/student_rl",
         ],
     }
-    told = {phase: _whole_and_in_halves(phase, folder, settings) for phase, settings in starts.items()}
-    told["unlike"] = _when_ranks_differ(config_of("adversarial", f"{folder}/unlike", *starts["adversarial"]))
-    _anew_in_the_same_folder(config_of("teacher", f"{folder}/anew", *TEACHER, "threads=1", "resume=never"))
-    torch.save(told, f"{folder}/rank{taught.distributed.rank}.pt")
+    output = {phase: _straight_and_resumed(phase, folder, settings) for phase, settings in starts.items()}
+    output["unlike"] = _with_episodes_on_one_rank(config_of("adversarial", f"{folder}/unlike", *starts["adversarial"]))
+    _twice_in_the_same_folder(config_of("teacher", f"{folder}/again", *TEACHER, "threads=1", "resume=never"))
+    torch.save(output, f"{folder}/rank{teacher.distributed.rank}.pt")
 
 
-def _whole_and_in_halves(phase: str, folder: str, settings: list[str]) -> dict:
-    whole = trained(config_of(phase, f"{folder}/{phase}_rl", *settings))
-    halves = config_of(phase, f"{folder}/{phase}_halves", *settings)
-    first = Run(halves, quiet=True)
+def _straight_and_resumed(phase: str, folder: str, settings: list[str]) -> dict:
+    straight = trained(config_of(phase, f"{folder}/{phase}_rl", *settings))
+    resumable = config_of(phase, f"{folder}/{phase}_halves", *settings)
+    first = Run(resumable, quiet=True)
     for _ in range(2):
         first.phase.step(first.fraction)
     first.save()
-    # what a run does after its last checkpoint is forgotten
+    # updates after the last checkpoint are discarded
     first.phase.step(first.fraction)
     closed(first)
-    explorer = whole.phase.explorer if phase == "adversarial" else whole.phase
+    explorer = straight.phase.explorer if phase == "adversarial" else straight.phase
     return {
-        "weights": dict(whole.phase.model.state_dict()),
-        "resumed": dict(trained(halves).phase.model.state_dict()),
+        "weights": dict(straight.phase.model.state_dict()),
+        "resumed": dict(trained(resumable).phase.model.state_dict()),
         "rewards": explorer.rewards.state_dict(),
-        "progress": (whole.phase.progress.env_steps, whole.phase.progress.episodes),
+        "progress": (straight.phase.progress.env_steps, straight.phase.progress.episodes),
         "acted": explorer.buffer.rollout()["action"].clone(),
-        "evaluated": whole.evaluate() is not None,
+        "evaluated": straight.evaluate() is not None,
     }
 
 
-def _when_ranks_differ(config) -> dict:
+def _with_episodes_on_one_rank(config) -> dict:
     """An update in which episodes end on the first rank only, then one in which they end on both."""
     run = Run(config, quiet=True)
     phase, collector = run.phase, run.phase.explorer.collector
@@ -86,8 +86,8 @@ def _when_ranks_differ(config) -> dict:
     return {"one_sided": one_sided, "both": both, "weights": dict(phase.model.state_dict())}
 
 
-def _anew_in_the_same_folder(config) -> None:
-    """Twice, and the main process takes its time to move the first run aside."""
+def _twice_in_the_same_folder(config) -> None:
+    """Train twice in one folder; the main process moves the first run aside slowly."""
     trained(config)
     make_room = RunFolder.make_room
     RunFolder.make_room = lambda folder: (time.sleep(1.0), make_room(folder))
@@ -108,11 +108,11 @@ def ranks(forked, tmp_path_factory):
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def assert_alike(first, second, where=""):
+def assert_equal(first, second, where=""):
     if isinstance(first, dict):
         assert first.keys() == second.keys(), where
         for name in first:
-            assert_alike(first[name], second[name], f"{where}/{name}")
+            assert_equal(first[name], second[name], f"{where}/{name}")
     elif isinstance(first, torch.Tensor):
         assert torch.equal(first, second) and bool(first.isfinite().all()), where
     else:
@@ -120,12 +120,12 @@ def assert_alike(first, second, where=""):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_both_hold_the_same_weights_and_pay_alike(ranks, phase):
+def test_ranks_have_equal_weights_and_reward_states(ranks, phase):
     first, second = (rank[phase] for rank in ranks[1])
-    assert_alike(first["weights"], second["weights"])
-    # normalisers and what RND and learning progress have learned
-    assert_alike(first["rewards"], second["rewards"])
-    # (4 updates, and the first rollout where normalisers know nothing yet) x 2 ranks x 2 robots x 4 decisions
+    assert_equal(first["weights"], second["weights"])
+    # normalisers and the networks of RND and learning progress
+    assert_equal(first["rewards"], second["rewards"])
+    # (4 updates, and the student's rollout that fits normalisers) x 2 ranks x 2 robots x 4 decisions
     rollouts = 5 if phase == "student" else 4
     assert first["rewards"]["normalizer"]["count"] == 16 * rollouts
     name, fits = ("rnd", rollouts) if phase == "student" else ("learning_progress", rollouts * PASSES)
@@ -134,33 +134,33 @@ def test_both_hold_the_same_weights_and_pay_alike(ranks, phase):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_stopped_run_goes_on_bit_for_bit(ranks, phase):
+def test_resumed_run_is_bit_identical(ranks, phase):
     for rank in ranks[1]:
-        assert_alike(rank[phase]["weights"], rank[phase]["resumed"])
+        assert_equal(rank[phase]["weights"], rank[phase]["resumed"])
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_robots_are_counted_together_and_act_by_themselves(ranks, phase):
+def test_progress_counts_all_robots_and_ranks_act_differently(ranks, phase):
     first, second = (rank[phase] for rank in ranks[1])
-    # 16 decisions of 2 steps, of 4 robots: 2 whole episodes each; the student's normalisers take 4 decisions more
+    # 16 decisions of 2 steps, of 4 robots: 2 complete episodes each; the student's first rollout has 4 more decisions
     rollouts = {"student": 1 + 4, "adversarial": 4}[phase]
     assert first["progress"] == second["progress"] == (rollouts * 16 * 2, 4 * 2)
     assert not torch.equal(first["acted"], second["acted"])
     assert (first["evaluated"], second["evaluated"]) == (True, False)
 
 
-def test_each_keeps_its_own_episodes_and_generations(ranks):
+def test_each_rank_stores_its_own_episodes_and_generations(ranks):
     stores = [
         [EpisodeStore(ranks[0] / "adversarial_rl" / f"{what}{rank}{number}", read_only=True) for rank in ("", "-1")]
         for what, number in (("episodes", ""), ("generations", "/0"), ("generations", "/1"))
     ]
-    # of 4 episodes each, every second is set aside: one ends in either generation
+    # of 4 episodes per process, every second is held out: one in each generation
     assert [[len(store) for store in pair] for pair in stores] == [[2, 2], [1, 1], [1, 1]]
     for first, second in stores:
         assert not torch.equal(first.episode(0)["action"], second.episode(0)["action"])
 
 
-def test_each_replays_what_the_teachers_process_of_its_number_collected(ranks):
+def test_each_rank_replays_the_teachers_episodes_of_its_rank(ranks):
     folder = str(ranks[0] / "teacher_rl")
     env = SimpleNamespace(spec=load_spec(checkpoint_folder(folder)))
     names = [open_episodes(folder, "teacher", env, rank).folder.name for rank in (0, 1, 2)]
@@ -171,43 +171,43 @@ def untimed(metrics: dict) -> dict:
     return {name: value for name, value in metrics.items() if not name.endswith("_seconds")}
 
 
-def test_ranks_stay_together_where_episodes_end_on_one_only(ranks):
+def test_ranks_stay_equal_if_episodes_end_on_one_rank_only(ranks):
     first, second = (rank["unlike"] for rank in ranks[1])
     for update in ("one_sided", "both"):
         ours, theirs = (untimed(rank[update]) for rank in (first, second))
-        assert_alike(ours, theirs)
-    # a rank had nothing to learn from: no one learned; but what was set aside on the other is told by both
+        assert_equal(ours, theirs)
+    # one rank had no data, so no rank made a gradient step; both report the held-out episodes of the other
     assert first["one_sided"]["steps_made"] == 0 and first["both"]["steps_made"] == 3
     assert {"contact_share", "generations_error_now"} <= first["one_sided"].keys() and "wm_loss" in first["both"]
-    assert_alike(first["weights"], second["weights"])
+    assert_equal(first["weights"], second["weights"])
 
 
-def test_nobody_writes_into_a_run_that_is_moved_aside(ranks):
-    for run in ("anew", "anew-old-1"):
+def test_no_rank_writes_to_a_run_that_is_moved_aside(ranks):
+    for run in ("again", "again-old-1"):
         kept = [len(EpisodeStore(ranks[0] / run / name, read_only=True)) for name in ("episodes", "episodes-1")]
         assert kept == [4, 4]
 
 
-def test_a_rank_with_few_rows_fits_as_often_as_the_others():
+def test_rank_with_few_rows_makes_as_many_fits_as_the_others():
     distributed = Distributed("cpu")
-    distributed.max = lambda value: 3.0  # the other has so many minibatches
+    distributed.max = lambda value: 3.0  # minibatches of the other rank
     learner = _Regressor(2, 1, torch.device("cpu"))
     learner.fit(torch.ones(2, 2), torch.ones(2, 1), distributed)
     assert learner.optimizer.state_dict()["state"][0]["step"] == 3
     assert all(bool(weight.isfinite().all()) for weight in learner.parameters())
 
 
-def test_the_whole_chain_in_two_processes(tmp_path):
+def test_complete_chain_in_two_processes(tmp_path):
     process = start(tmp_path, "--gpus", "2")
-    told = process.communicate()[0]
-    assert process.returncode == 0, told
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
     assert json.loads((tmp_path / "all.json").read_text()).keys() == {"teacher", *PHASES, "crc"}
     for phase in ("teacher", *PHASES):
         folder = tmp_path / f"{phase}_rl"
         state = torch.load(folder / "checkpoint-1/training_state.pt", weights_only=True)
         assert len(state["processes"]) == 2 and (folder / "evaluation.json").is_file()
-        # of both processes: 4 robots, one episode of 8 steps each; the student's first ones fit its normalisers
+        # both processes: 4 robots, one episode of 8 steps each; the student's first ones fit normalisers
         line = json.loads((folder / "episode_metrics.jsonl").read_text().splitlines()[-1])
         rollouts = 2 if phase == "student" else 1
         assert (line["total_steps"], line["episode"]) == (32 * rollouts, 4 * rollouts)
-    assert (tmp_path / "adversarial_rl/episodes-1").is_dir() and "adversarial" in told
+    assert (tmp_path / "adversarial_rl/episodes-1").is_dir() and "adversarial" in output

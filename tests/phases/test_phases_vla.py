@@ -1,4 +1,4 @@
-"""VLAs with LoRA in the phases: a teacher on one's transformer, students and sparring partners that are one."""
+"""VLAs with LoRA in the phases: a teacher with a VLA trunk, VLAs as explorers of student and adversarial."""
 
 import json
 import os
@@ -37,7 +37,7 @@ SPARRING += ["adversarial.warmup_steps=0"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Checkpoints of VLAs, and a run of a teacher on the native one's transformer."""
+    """Checkpoints of VLAs, and a run of a teacher with the native VLA as trunk."""
     folder = tmp_path_factory.mktemp("vlas")
     save_model(make_model(max_state_dim=64), folder / "native")
     tiny_pi0.write(folder / "pi0", states=64, actions=16)
@@ -59,7 +59,7 @@ def student_config(output, folder, kind, *overrides):
     words = [f"policy.name={kind}", "policy.lora_r=2", f"policy.model_path={folder}/{paths[kind]}"]
     if kind == "vla":
         if not (folder / paths[kind]).exists():
-            # what the env of the teacher takes and shows
+            # sizes of the actions and states of the teacher's env
             save_file(OneCamera(*_sizes(folder)).state_dict(), folder / paths[kind])
         words += ["policy.model_class=doubles_vla:OneCamera", "policy.critic_parts=[value_head]"]
     return config_of("student", output, folder, *words, *overrides)
@@ -85,7 +85,7 @@ def changed(module, before) -> set[str]:
     return {name for name, weight in module.named_parameters() if not torch.equal(weight, before[name])}
 
 
-def test_a_teacher_on_a_vla_is_loaded_as_it_was(folder):
+def test_teacher_with_a_vla_trunk_is_loaded(folder):
     model = load_world_model(folder / "teacher_rl")
     assert model.ready
     base, saved = model.trunk.block.base, read_weights(folder / "native/model.safetensors")
@@ -94,20 +94,20 @@ def test_a_teacher_on_a_vla_is_loaded_as_it_was(folder):
     assert main(["eval", str(folder / "teacher_rl"), "--world-model", "--episodes", "2"]) == 0
 
 
-def test_it_goes_on_bit_for_bit(folder, tmp_path):
+def test_resumed_teacher_is_bit_identical(folder, tmp_path):
     options = (folder, "training.iterations=3")
-    whole = trained(config_of("teacher", tmp_path / "whole", *options))
-    halves = Run(config_of("teacher", tmp_path / "halves", *options), quiet=True)
+    straight = trained(config_of("teacher", tmp_path / "straight", *options))
+    stopped = Run(config_of("teacher", tmp_path / "stopped", *options), quiet=True)
     for _ in range(2):
-        halves.phase.step(halves.fraction)
-    halves.save()
-    halves.phase.close()
-    again = trained(config_of("teacher", tmp_path / "halves", *options))
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    stopped.phase.close()
+    again = trained(config_of("teacher", tmp_path / "stopped", *options))
     assert again.phase.progress.updates == 3
-    assert changed(again.phase.model, weights(whole.phase.model)) == set()
+    assert changed(again.phase.model, weights(straight.phase.model)) == set()
 
 
-def test_without_its_folder_a_teacher_says_what_is_missing(folder, tmp_path):
+def test_missing_trunk_folder_is_reported(folder, tmp_path):
     (folder / "native").rename(tmp_path / "elsewhere")
     try:
         with pytest.raises(UserError, match="world_model.trunk=.*native: neither .*no such folder"):
@@ -117,7 +117,7 @@ def test_without_its_folder_a_teacher_says_what_is_missing(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["native_vla", "pi0", "vla"])
-def test_a_student_that_is_a_vla_learns_by_lora_alone(folder, tmp_path, kind):
+def test_student_with_a_vla_trains_adapters_and_heads_only(folder, tmp_path, kind):
     run = Run(student_config(tmp_path / "run", folder, kind), quiet=True)
     phase, judge = run.phase, run.phase.rewards.world_model
     assert [key for key in phase.policy.in_keys if "image" in key] == [("observation", "image", "wrist")]
@@ -136,18 +136,18 @@ def test_a_student_that_is_a_vla_learns_by_lora_alone(folder, tmp_path, kind):
     phase.env.close()
 
 
-def test_such_a_student_goes_on_bit_for_bit(folder, tmp_path):
+def test_resumed_student_with_a_vla_is_bit_identical(folder, tmp_path):
     options = (folder, "native_vla", "training.iterations=3")
-    whole = trained(student_config(tmp_path / "whole", *options))
-    halves = Run(student_config(tmp_path / "halves", *options), quiet=True)
+    straight = trained(student_config(tmp_path / "straight", *options))
+    stopped = Run(student_config(tmp_path / "stopped", *options), quiet=True)
     for _ in range(2):
-        halves.phase.step(halves.fraction)
-    halves.save()
-    again = trained(student_config(tmp_path / "halves", *options))
-    assert changed(again.phase.policy, weights(whole.phase.policy)) == set()
+        stopped.phase.step(stopped.fraction)
+    stopped.save()
+    again = trained(student_config(tmp_path / "stopped", *options))
+    assert changed(again.phase.policy, weights(straight.phase.policy)) == set()
 
 
-def test_sparring_partners_that_are_both_vlas(folder, tmp_path):
+def test_adversarial_with_two_vlas(folder, tmp_path):
     trained(student_config(tmp_path / "student_rl", folder, "native_vla"))
     given = [folder, f"adversarial.student={tmp_path}/student_rl", *SPARRING, "training.iterations=3"]
     run = Run(config_of("adversarial", tmp_path / "run", *given), quiet=True)
@@ -159,7 +159,7 @@ def test_sparring_partners_that_are_both_vlas(folder, tmp_path):
     frozen = {name for name in before if ".base_layer." in name} | {"world_model.trunk.block.base.trunk_norm.weight"}
     assert moved.isdisjoint(frozen)
     assert {name.partition(".")[0] for name in moved if ".lora_" in name} == {"world_model", "policy"}
-    # the leash holds only what learns twice, in memory and on disk
+    # the KL reference copies trainable tensors only, in memory and on disk
     policy, reference = phase.explorer.policy, phase.explorer.algorithm.scorer.reference
     assert reference.model.trunk[0].qkv.base_layer.weight is policy.model.trunk[0].qkv.base_layer.weight
     assert changed(reference, {n.removeprefix("policy."): w for n, w in before.items()}) == set()
@@ -168,20 +168,20 @@ def test_sparring_partners_that_are_both_vlas(folder, tmp_path):
     assert any(".lora_B." in name for name in kept) and not any("base_layer" in name for name in kept)
     third = phase.step(0.6)
     phase.close()
-    # what came after the checkpoint comes again, bit for bit
+    # the update after the checkpoint is repeated bit-identically
     again = Run(config_of("adversarial", tmp_path / "run", *given), quiet=True)
     assert again.phase.step(0.6)["reference_kl"] == third["reference_kl"] > 0
     assert changed(again.phase.model, weights(phase.model)) == set()
     again.phase.close()
 
 
-def test_a_teacher_with_another_setting_is_refused(folder, tmp_path):
+def test_teacher_with_another_setting_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match="world_model.lora_r was 2 and is 4"):
         Run(config_of("student", tmp_path, folder, "policy.channels=[4,4]", "world_model.lora_r=4"), quiet=True)
 
 
 @pytest.mark.timeout(300)
-def test_the_whole_chain_with_vlas_in_all_of_it(folder, tmp_path):
+def test_complete_chain_with_vlas(folder, tmp_path):
     words = [*SHORT, *TEACHER, *LORA, *PPO, *SPARRING, "training.iterations=2", f"world_model.trunk={folder}/native"]
     words += ["policy.name=native_vla", "policy.lora_r=2", f"policy.model_path={folder}/native"]
     command = [sys.executable, "-m", "sparring", "train", "all", "--output", str(tmp_path), *words]

@@ -1,4 +1,4 @@
-"""benchmarks/phases/retrain.py: single steps as decisions, and errors of all pixels together."""
+"""benchmarks/phases/retrain.py: grouping of steps into decisions, and errors averaged over pixels."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def retrain(monkeypatch):
     return retrain
 
 
-def test_a_decision_is_seen_before_its_first_step_and_after_its_last(retrain):
+def test_decisions_span_the_observations_around_their_steps(retrain):
     # [E, T]: the time, and the time after the step
     time = torch.arange(STEPS).expand(EPISODES, -1).clone()
     steps = TensorDict(
@@ -37,11 +37,11 @@ def test_a_decision_is_seen_before_its_first_step_and_after_its_last(retrain):
     assert decisions["action"][1, 1].tolist() == [[4.0, 4.5], [5.0, 5.5], [6.0, 6.5], [7.0, 7.5]]
     assert decisions["is_first"].tolist() == [[True, False]] * EPISODES
     assert not decisions["observation", "task"].any()
-    # what was played is left as it was
+    # the input is unchanged
     assert (steps["observation", "task"] == 3).all()
 
 
-def test_pixels_weigh_alike(retrain):
-    few, many = ({"pixels": pixels} | dict.fromkeys(retrain.EVERYBODY, error) for pixels, error in ((1, 0.8), (3, 0.4)))
+def test_pooled_errors_weigh_pixels_equally(retrain):
+    few, many = ({"pixels": pixels} | dict.fromkeys(retrain.SOURCES, error) for pixels, error in ((1, 0.8), (3, 0.4)))
     together = retrain.pooled([few, many])
     assert together["pixels"] == 4 and together["explorer"] == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""The student phase: who is shown what, who is paid for what, and which teachers fit."""
+"""The student phase: observations of explorer and world model, intrinsic rewards, compatible teachers."""
 
 import json
 
@@ -32,7 +32,7 @@ BRIEF += ["policy.channels=[4,4]", "policy.image_features=8", "ppo.mini_batch_si
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A run folder as `sparring train teacher` leaves it; its world model has learned a weight of 0.5."""
+    """A run folder like that of `sparring train teacher`; its world model has a weight of 0.5."""
     folder = tmp_path_factory.mktemp("runs") / "teacher_rl"
     config = load_config(None, parse_overrides([*SMALL, "rollout.action_steps=3", "env.action_scale=2"]), "teacher")
     env = make_env(config.env, 1)
@@ -54,36 +54,36 @@ def run_of(teacher, output, *overrides) -> Run:
     return Run(student_config(teacher, output, *overrides), quiet=True)
 
 
-def test_the_teachers_env_world_model_and_chunk_come_with_it(teacher, tmp_path):
+def test_settings_of_the_teacher_are_inherited(teacher, tmp_path):
     config = student_config(teacher, tmp_path)
     assert config.env.image_size == 32 and config.env.cameras == ("head", "wrist")
     assert config.env.action_scale == 2 and config.rollout.action_steps == 3
     assert config.world_model.name == "doubles_judge:JudgingWorldModel"
 
 
-def test_another_kind_of_policy_is_not_given_the_usual_ones_settings(teacher, tmp_path):
+def test_another_kind_of_policy_does_not_get_actor_critic_defaults(teacher, tmp_path):
     assert student_config(teacher, tmp_path).policy.distribution == "gsde"
     flow = ["policy.name=flow", *(word for word in BRIEF if not word.startswith("policy."))]
     settings = parse_overrides([f"student.teacher={teacher}", "phase=student", *flow])
     assert load_config(None, settings).policy.name == "flow"
 
 
-def test_the_rollout_that_fits_normalisers_is_judged_as_well(teacher, tmp_path):
-    """Else the world model's memory of an episode would begin in its middle."""
+def test_rollout_that_fits_normalisers_gets_rewards(teacher, tmp_path):
+    """Otherwise the world model's memory would start in the middle of an episode."""
     phase = run_of(teacher, tmp_path, "rollout.steps=4").phase
-    judge, first = phase.rewards, []
-    enter = judge.memory.enter
-    judge.memory.enter = lambda td: first.append(td["is_first"].all()) or enter(td)
+    rewards, first = phase.rewards, []
+    enter = rewards.memory.enter
+    rewards.memory.enter = lambda td: first.append(td["is_first"].all()) or enter(td)
     phase.step(0.0)
     # two rollouts of 4 decisions of 2 robots, in time order; an episode has 6 decisions
-    assert phase.algorithm.warmups == 1 and float(judge.normalizer.count) == 16
+    assert phase.algorithm.warmups == 1 and float(rewards.normalizer.count) == 16
     assert [bool(begins) for begins in first] == [True, *[False] * 5, True, False]
     phase.step(0.1)
     assert len(first) == 12
     phase.env.close()
 
 
-def test_the_explorer_reads_the_wrist_camera_only_and_the_world_model_both(teacher, tmp_path):
+def test_explorer_reads_the_wrist_camera_and_world_model_reads_both(teacher, tmp_path):
     phase = run_of(teacher, tmp_path).phase
     assert phase.policy.in_keys == [("observation", "image", "wrist"), ("observation", "state")]
     model = phase.rewards.world_model
@@ -97,7 +97,7 @@ def test_the_explorer_reads_the_wrist_camera_only_and_the_world_model_both(teach
     assert not torch.equal(phase.policy.act(root)["action"], acted)
 
 
-def test_the_world_model_has_the_teachers_weights_and_keeps_them(teacher, tmp_path):
+def test_world_model_keeps_the_teachers_weights(teacher, tmp_path):
     phase = run_of(teacher, tmp_path).phase
     model = phase.rewards.world_model
     assert model.weight.item() == 0.5 and not model.weight.requires_grad and not model.training
@@ -109,22 +109,22 @@ def test_the_world_model_has_the_teachers_weights_and_keeps_them(teacher, tmp_pa
     assert [name for name in phase.model.state_dict() if name == "weight"] == []
 
 
-def test_an_update_tells_of_pay_and_contact(teacher, tmp_path):
+def test_update_reports_rewards_and_contact(teacher, tmp_path):
     phase = run_of(teacher, tmp_path, "rewards.prediction_error=0.5").phase
     metrics = phase.step(0.0)
     for name in ("memory_divergence", "disagreement", "prediction_error"):
         assert {f"reward/{name}", f"reward/{name}_normalized"} <= metrics.keys()
-    # of the double: three times the error
+    # the double's disagreement is three times its error
     assert metrics["reward/disagreement"] == pytest.approx(3 * metrics["reward/prediction_error"], rel=1e-5)
     assert 0 <= metrics["contact_share"] <= 1
-    # explore pays nothing of its own; the first rollout is by definition the usual, but it is not all alike
+    # task explore has no reward; normalised intrinsic rewards vary even in the first rollout
     assert phase.buffer.rollout()["next", "reward"].std() > 0.1
     assert phase.step(0.0)["episode_reward"] != 0
     assert "with rewards memory_divergence, prediction_error, disagreement" in phase.learns_from
 
 
-def test_it_shows_what_the_world_model_predicts_of_the_newest_whole_episode(teacher, tmp_path):
-    # an episode has 6 decisions of 3 of its 16 steps, a rollout 2; the first update has two rollouts
+def test_predictions_of_the_newest_complete_episode_are_recorded(teacher, tmp_path):
+    # an episode of 16 steps has 6 decisions, a rollout 2; the first update has two rollouts
     folder, options = (
         tmp_path / "run",
         ("rollout.steps=2", "ppo.mini_batch_size=2", "rollout.render_episodes=1", "training.iterations=4"),
@@ -133,17 +133,17 @@ def test_it_shows_what_the_world_model_predicts_of_the_newest_whole_episode(teac
     phase = run.phase
     assert phase.newest_prediction() is None
     phase.step(0.0)
-    assert phase.newest_prediction() is None, "the first episode goes on"
+    assert phase.newest_prediction() is None, "the first episode has not ended"
     phase.step(0.0)
     shown = phase.newest_prediction()
     assert set(shown.true) == {"head", "wrist"} and shown.rate == phase.env.spec.control_hz / 3
     for camera, true in shown.true.items():
         assert true.shape == (6, 32, 32, 3)
-        # each from the true picture before it
+        # each prediction starts from the true frame before it
         assert (shown.predicted[camera][1:, ..., 1:] == true[:-1, ..., 1:]).all()
-        # with the memory of this episode alone
+        # with the memory of this episode only
         assert shown.predicted[camera][:, 0, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
-    # the env's own: explore has none
+    # rewards of the env: explore has none
     assert not shown.rewards.any()
     assert run.run()
     run.recorder.close()
@@ -153,38 +153,38 @@ def test_it_shows_what_the_world_model_predicts_of_the_newest_whole_episode(teac
     assert list((folder / "samples").glob("*_pred_vs_gt.png"))
 
 
-def test_the_newest_episode_is_whole_whatever_the_rollouts_are():
+def test_newest_episode_is_assembled_from_rollouts():
     def rollout(*steps):
-        """Each the number of a decision; 0 begins an episode, and a negative one ends it."""
+        """Numbers of decisions; 0 begins an episode, a negative one ends it."""
         numbers = torch.tensor(steps)
         done = {"terminated": numbers < 0, "truncated": torch.zeros(len(steps), dtype=torch.bool)}
         td = {"action": numbers.abs(), "is_first": numbers == 0, "next": TensorDict(done, [len(steps)])}
         return TensorDict(td, [len(steps)])
 
     newest, found = NewestEpisode(), []
-    # the end of one that began before; one over three rollouts; two in one; one that is broken off
+    # the end of an unknown episode; one over three rollouts; two in one; one unfinished
     for steps in [(7, -8, 0), (1, 2), (-3, 0), (-1, 0, -2, 0), (0, 1), (-4,)]:
         newest.add(rollout(*steps))
         found.append(newest.complete["action"].tolist() if newest.complete is not None else None)
     assert found == [None, None, [0, 1, 2, 3], [0, 2], [0, 2], [0, 1, 4]]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(teacher, tmp_path):
+def test_resumed_run_is_bit_identical(teacher, tmp_path):
     options = ("training.iterations=3", "training.save_every=2", "rewards.rnd=0.1")
-    whole = run_of(teacher, tmp_path / "whole", *options)
-    assert whole.run()
-    first = run_of(teacher, tmp_path / "halves", *options)
+    straight = run_of(teacher, tmp_path / "straight", *options)
+    assert straight.run()
+    first = run_of(teacher, tmp_path / "stopped", *options)
     for _ in range(2):
         first.phase.step(first.fraction)
     first.save()
-    second = run_of(teacher, tmp_path / "halves", *options)
+    second = run_of(teacher, tmp_path / "stopped", *options)
     assert second.phase.progress.updates == 2
     assert second.run()
-    for name, weight in whole.phase.policy.state_dict().items():
+    for name, weight in straight.phase.policy.state_dict().items():
         assert torch.equal(weight, second.phase.policy.state_dict()[name]), name
 
 
-def test_a_student_that_was_saved_acts_again_and_is_evaluated(teacher, tmp_path):
+def test_saved_student_is_loaded_and_evaluated(teacher, tmp_path):
     run = run_of(teacher, tmp_path / "run", "training.iterations=1")
     assert run.run()
     policy = load_policy(tmp_path / "run")
@@ -194,7 +194,7 @@ def test_a_student_that_was_saved_acts_again_and_is_evaluated(teacher, tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["--teacher_checkpoint", "--teacher_path"])
-def test_the_originals_words_start_it(teacher, tmp_path, flag, capsys):
+def test_original_command_line_is_accepted(teacher, tmp_path, flag, capsys):
     words = ["train", "phase2", flag, str(teacher / "checkpoint-7"), "--output", str(tmp_path / "run"), "device=cpu"]
     assert main([*words, *BRIEF, "env.threads=1", "training.iterations=1", "evaluation.baseline=false"]) == 0
     lines = (tmp_path / "run/episode_metrics.jsonl").read_text().splitlines()
@@ -213,31 +213,31 @@ def test_rewards_original_is_a_preset(teacher, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (["rewards.learning_progress=1"], "rewards.learning_progress = 1 .*frozen in this phase"),
         (["rewards.disagreement=0", "rewards.memory_divergence=0"], "have weight 0"),
     ],
 )
-def test_rewards_that_cannot_be_paid_are_config_errors(teacher, tmp_path, given, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unusable_reward_weights_are_config_errors(teacher, tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
         student_config(teacher, tmp_path, *given)
 
 
-def test_without_a_teacher_it_says_how_to_get_one():
+def test_missing_teacher_setting_is_refused_with_the_command():
     with pytest.raises(ConfigError) as error:
         load_config(None, phase="student")
     assert len(error.value.problems) == 1
     assert "student.teacher" in str(error.value) and "sparring train teacher" in str(error.value)
 
 
-def test_a_teacher_that_is_not_there(tmp_path):
+def test_missing_teacher_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match="nowhere' does not exist"):
         student_config(tmp_path / "nowhere", tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("world_model.weight=2", "world_model.weight was 1.0 and is 2.0"),
         ("rollout.action_steps=4", "rollout.action_steps was 3 and is 4"),
@@ -245,22 +245,22 @@ def test_a_teacher_that_is_not_there(tmp_path):
         ("env.image_size=64", r"observation/image/head was \[3, 32, 32\] uint8 and is \[3, 64, 64\] uint8"),
     ],
 )
-def test_a_teacher_of_something_else_is_refused_in_words(teacher, tmp_path, given, said):
-    with pytest.raises(UserError, match=said):
+def test_incompatible_teacher_is_refused(teacher, tmp_path, given, message):
+    with pytest.raises(UserError, match=message):
         run_of(teacher, tmp_path, given)
 
 
-def test_what_is_only_measured_may_differ(teacher, tmp_path):
+def test_observations_for_measures_may_differ(teacher, tmp_path):
     assert run_of(teacher, tmp_path, "env.segmentation=true").phase.env.spec.observation["segmentation/head"]
 
 
-def test_an_explorer_is_no_teacher(teacher, tmp_path):
+def test_run_of_student_is_refused_as_teacher(teacher, tmp_path):
     assert run_of(teacher, tmp_path / "run", "training.iterations=1").run()
     with pytest.raises(UserError, match="made by `sparring train student`"):
         run_of(tmp_path / "run", tmp_path / "other")
 
 
-def test_nor_is_a_policy_that_sees_no_camera(tmp_path, capsys):
+def test_run_of_finetune_is_refused_as_teacher(tmp_path, capsys):
     small = ["env.name=gym:CartPole-v1", "rollout.steps=8", "rollout.render_episodes=0", "evaluation.episodes=2"]
     run = ["--output", str(tmp_path / "run"), "training.iterations=1", "device=cpu", "logging.console_level=ERROR"]
     assert main(["train", "finetune", *run, *small]) == 0
@@ -268,12 +268,12 @@ def test_nor_is_a_policy_that_sees_no_camera(tmp_path, capsys):
     assert "made by `sparring train finetune`" in capsys.readouterr().err
 
 
-def test_a_camera_that_the_env_does_not_show(teacher, tmp_path):
+def test_unknown_camera_is_refused(teacher, tmp_path):
     with pytest.raises(UserError, match=r"student.cameras=\['left_wrist'\], but the env has head, wrist"):
         run_of(teacher, tmp_path, "student.cameras=left_wrist")
 
 
-def test_a_teacher_that_only_knows_tokens_so_far_is_refused(teacher, tmp_path, monkeypatch):
+def test_teacher_with_untrained_predictor_is_refused(teacher, tmp_path, monkeypatch):
     monkeypatch.setattr("sparring.world_models.world_model.WorldModel.ready", False)
     with pytest.raises(UserError, match="tokenizer .* not trained yet"):
         run_of(teacher, tmp_path)

@@ -1,4 +1,4 @@
-"""The teacher phase: what it collects, what it counts, that it learns, and that it goes on bit-equal."""
+"""The teacher phase: collection, counters, learning, bit-identical resume."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def config_in(folder, **more):
 
 
 def single_steps(folder, decisions, teacher):
-    """Decisions of one step each, so many before an update."""
+    """A config with `decisions` decisions of one step per update."""
     rollout = SMALL["rollout"] | {"steps": decisions, "action_steps": 1}
     return config_in(folder, rollout=rollout, teacher=teacher, training={"bptt_length": 3})
 
@@ -67,7 +67,7 @@ def lines(folder) -> list[dict]:
 
 
 class BrighteningBackend:
-    """Every decision brightens the picture by 10; the picture begins at 20 * env; episodes of `length` decisions."""
+    """Images start at 20 * env and brighten by 10 per decision; episodes have `length` decisions."""
 
     def __init__(self, num_envs: int, length: int):
         self.num_envs, self.length = num_envs, length
@@ -97,24 +97,24 @@ class BrighteningBackend:
         return {"image/head": image, "state": level[:, None].astype(np.float32)}
 
 
-WAYS = {
+CASES = {
     "in order": {},
     "shuffled": {"teacher": SMALL["teacher"] | {"sequential": False, "burn_in": 1}},
     "long episodes": {"rollout": SMALL["rollout"] | {"max_episode_steps": 21}},
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_stopped_after_2_updates_it_goes_on_bit_equal(tmp_path, way):
-    straight = run_to_the_end(config_in(tmp_path / "straight", **way))
-    stopped = Run(config_in(tmp_path / "stopped", **way))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_resumed_run_is_bit_identical(tmp_path, case):
+    straight = run_to_the_end(config_in(tmp_path / "straight", **case))
+    stopped = Run(config_in(tmp_path / "stopped", **case))
     for _ in range(2):
         stopped.phase.step(stopped.fraction)
     stopped.save()
-    # what a run does after its last checkpoint is forgotten
+    # updates after the last checkpoint are discarded
     stopped.phase.step(stopped.fraction)
     closed(stopped)
-    resumed = run_to_the_end(config_in(tmp_path / "stopped", **way))
+    resumed = run_to_the_end(config_in(tmp_path / "stopped", **case))
     assert resumed.phase.progress == straight.phase.progress
     assert torch.equal(resumed.phase.model.brighter, straight.phase.model.brighter)
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[2:]
@@ -125,12 +125,12 @@ def test_stopped_after_2_updates_it_goes_on_bit_equal(tmp_path, way):
         assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))
 
 
-def test_what_a_line_says(tmp_path):
+def test_metrics_of_an_update(tmp_path):
     run = run_to_the_end(config_in(tmp_path))
     last = lines(tmp_path)[-1]
-    # the first update collects until there is an episode, 5 decisions, the others 4: three episodes of each robot
+    # the first update collects 5 decisions, until an episode ends, the others 4: three episodes of each robot
     assert last["update"] == 4 and last["episode"] == 3 * 3
-    # 9 steps are 4 decisions of two steps and one of one; 2 decisions of the fourth episodes
+    # 9 steps are 4 decisions of two steps and one of one; and 2 decisions of the fourth episodes
     assert last["total_steps"] == 3 * (3 * 9 + 2 * 2)
     world_model = [f"world_model/{name}" for name in ("accuracy", "accuracy_copy", "accuracy_changed")]
     for key in ("avg_loss", "avg_acc", *world_model, "episode_reward", "lr"):
@@ -140,8 +140,8 @@ def test_what_a_line_says(tmp_path):
     assert run.phase.model.calls["score"] == 5 + 3 * 4
 
 
-def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_learned_from(tmp_path):
-    """Pictures brighten by 10 a decision: a model that says so is always right, one that copies never."""
+def test_episode_reward_is_the_summed_accuracy_before_learning(tmp_path):
+    """Images brighten by 10 per decision: a model that adds 10 is always right, a copying one never."""
     from sparring.phases.teacher import Teacher
     from sparring.processes.distributed import Distributed
 
@@ -153,21 +153,21 @@ def test_the_reward_of_an_episode_is_the_accuracy_summed_over_it_before_it_is_le
         metrics = teacher.step(0.0)
         assert metrics["episode_reward"] == expected and metrics["fresh_acc"] == expected / 6
         assert teacher.progress.episodes == 4
-        # what the world model remembers of a robot is of its episode alone
+        # the memory of a robot covers its current episode only
         assert teacher.memory.memory[:, 0].tolist() == [6.0, 6.0]
         teacher.close()
 
 
-def test_there_is_no_accuracy_before_anything_is_predicted(tmp_path):
-    """Ten steps on tokens are two updates; what the third collects is still judged by untrained dynamics."""
+def test_accuracy_is_missing_before_the_first_prediction(tmp_path):
+    """Ten tokenizer steps are two updates; in the third, untrained dynamics still score the new episodes."""
     model = {"name": "token", "preset": "tiny", "tokenizer_steps": 10, "width": 32, "layers": 1, "members": 1}
     training = SMALL["training"] | {"iterations": 6}
     run_to_the_end(config_in(tmp_path, world_model=model, training=training))
-    told = [(line["avg_acc"] is None, "world_model/fresh_accuracy" in line) for line in lines(tmp_path)]
-    assert told == [(True, False)] * 3 + [(False, True)] * 3
+    results = [(line["avg_acc"] is None, "world_model/fresh_accuracy" in line) for line in lines(tmp_path)]
+    assert results == [(True, False)] * 3 + [(False, True)] * 3
 
 
-def test_it_learns(tmp_path):
+def test_accuracy_rises_with_training(tmp_path):
     from sparring.phases.teacher import Teacher
     from sparring.processes.distributed import Distributed
 
@@ -177,19 +177,19 @@ def test_it_learns(tmp_path):
     teacher = Teacher(single_steps(tmp_path, 6, settings), env, model, Distributed("cpu"))
     rewards = [teacher.step(fraction)["episode_reward"] for fraction in (0.0, 0.3, 0.6)]
     assert float(model.brighter.detach()) == pytest.approx(10.0, abs=0.5)
-    # what it had learned by then: nothing of the first episodes, all of the last
+    # accuracy before learning: none in the first episodes, full in the last
     assert rewards[0] == 0 and rewards[2] == 6
     teacher.close()
 
 
-def test_half_of_the_robots_change_their_actions_slowly(tmp_path):
+def test_half_of_the_robots_have_correlated_actions(tmp_path):
     settings = {"n_envs": 4, "steps": 5, "max_episode_steps": 10, "action_steps": 2}
     run = Run(config_in(tmp_path, rollout=settings))
     assert run.phase.explorer.correlation[:, 0].tolist() == pytest.approx([0.95, 0.0, 0.95, 0.0])
     run.phase.step(0.0)
     closed(run)
     store = EpisodeStore(tmp_path / "episodes", read_only=True)
-    # of each robot [T, C, A] -> the mean change from step to step
+    # actions of each robot [T, C, A] -> mean change from step to step
     jumps = [float(store.episode(i)["action"].flatten(0, 1).diff(dim=0).abs().mean()) for i in range(4)]
     assert max(jumps[0], jumps[2]) < 0.35 < 0.5 < min(jumps[1], jumps[3])
 
@@ -199,7 +199,7 @@ def test_nothing_is_written_before_the_first_step(tmp_path):
     assert not (tmp_path / "x" / "episodes").exists()
 
 
-def test_a_branch_says_that_it_has_no_episodes_yet(tmp_path, capsys):
+def test_branch_warns_about_missing_episodes(tmp_path, capsys):
     run_to_the_end(config_in(tmp_path / "one"))
     checkpoint = checkpoints(tmp_path / "one")[1]
     branch = Run(config_in(tmp_path / "two", resume=str(checkpoint)))
@@ -209,25 +209,25 @@ def test_a_branch_says_that_it_has_no_episodes_yet(tmp_path, capsys):
     assert closed(branch).phase.progress.updates == 4
 
 
-def test_pictures_are_predicted_left_and_true_right(tmp_path):
+def test_sample_image_shows_prediction_left_and_truth_right(tmp_path):
     run = run_to_the_end(config_in(tmp_path))
     episodes = run.phase.progress.episodes
     file = tmp_path / "samples" / f"episode_{episodes:04d}_pred_vs_gt.png"
-    picture = np.asarray(Image.open(file))
-    assert picture.shape == (32, 32, 3)
+    sample = np.asarray(Image.open(file))
+    assert sample.shape == (32, 32, 3)
     store = EpisodeStore(tmp_path / "episodes", read_only=True)
     step = store.episode(len(store) - 1)[2]
     for row, camera in enumerate(("head", "wrist")):
         true = step["next", "observation", "image", camera].permute(1, 2, 0).numpy()
         copied = step["observation", "image", camera].numpy().astype(float) + float(run.phase.model.brighter.detach())
         copied = copied.round().clip(0, 255).transpose(1, 2, 0)
-        assert np.array_equal(picture[16 * row : 16 * row + 16, 16:], true)
-        assert np.abs(picture[16 * row : 16 * row + 16, :16] - copied).max() <= 1
+        assert np.array_equal(sample[16 * row : 16 * row + 16, 16:], true)
+        assert np.abs(sample[16 * row : 16 * row + 16, :16] - copied).max() <= 1
     assert (tmp_path / "videos" / f"episode_{episodes:06d}.mp4").stat().st_size > 500
 
 
 @pytest.mark.parametrize("brighter", [float("nan"), float("inf")])
-def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
+def test_model_with_nan_weights_gives_failure_frames(brighter):
     spec = EnvSpec({"image/head": ((3, 16, 16), "uint8")}, 1)
     model = CopyingWorldModel(CopyingConfig(), spec, 1)
     model.brighter.data.fill_(brighter)
@@ -241,28 +241,28 @@ def test_a_model_that_is_no_numbers_any_more_shows_no_frame(brighter):
         assert (frame[:, :16] == FAILED).all() and (frame[:, 16:] == 50).all()
 
 
-def test_the_words_of_the_originals():
+def test_original_settings_are_accepted():
     settings = {"phase": "wm", "training": {"num_episodes": 500, "batch_size": 8, "learning_rate": 1e-4}}
     settings["training"] |= {"steps_per_episode": 50, "bptt_length": 4, "sequential_training": True}
     config = load_config(settings)
     assert config.phase == "teacher" and config.training.num_episodes == 500 and config.training.bptt_length == 4
     assert (config.teacher.batch_size, config.teacher.learning_rate, config.teacher.sequential) == (8, 1e-4, True)
     assert config.rollout.max_episode_steps == 50
-    # a world model is shown pictures, and not told where things are
+    # a world model observes images, not object poses
     assert config.env.cameras == ("head", "wrist") and config.env.object_state == "hidden"
-    # in other envs nothing is known to set
+    # other envs get no settings
     assert load_config({"phase": "teacher", "env": {"name": "gym:CartPole-v1"}}).env.name == "gym:CartPole-v1"
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"env": {"cameras": []}}, "env.cameras = .*: a world model predicts images; expected cameras"),
         ({"rollout": {"n_episodes_per_batch": 16}}, "the teacher collects rollout.steps"),
     ],
 )
-def test_what_cannot_work_is_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         load_config({"phase": "teacher"} | settings)
 
 
@@ -274,7 +274,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, capsys):
+def test_eval_world_model_writes_its_measures(trained, tmp_path, capsys):
     file = tmp_path / "found.json"
     words = ["eval", str(trained), "--world-model", "--json", str(file), "--against", str(trained)]
     assert main([*words, "--episodes", "4", "env.segmentation=true"]) == 0
@@ -284,29 +284,29 @@ def test_a_world_model_is_evaluated_from_the_command_line(trained, tmp_path, cap
     assert found["episodes"] == 4 and found["split"] == "eval" and found["transitions"] == 4 * 5
     assert found["decision_seconds"] == pytest.approx(0.08)
     assert set(found["cameras"]) == {"head", "wrist"} and set(found["open_loop"]) == {"1", "5", "10", "20"}
-    # it is as good as itself
+    # compared with itself
     assert found["against"]["cross_entropy"] == 0 and found["against"]["cameras"]["head"]["object_mse"] == 0
-    # the same again gives the same
+    # a repetition gives equal results
     assert main([*words[:3], "--episodes", "4", "env.segmentation=true"]) == 0
     again = json.loads((trained / "eval_world_model.json").read_text())
     assert again | {"crc": None} == {key: value for key, value in found.items() if key != "against"} | {"crc": None}
 
 
-def test_world_models_are_compared(trained, tmp_path, capsys):
+def test_compare_world_models(trained, tmp_path, capsys):
     run_to_the_end(config_in(tmp_path, world_model=MODEL | {"brighter": 1.0}))
     words = ["--world-model", "--episodes", "6", "--json", str(tmp_path / "found.json")]
     assert main(["compare", str(trained), str(trained), *words]) == 0
     assert "no difference: A and B have the same results in all 6 episodes" in capsys.readouterr().out
     assert main(["compare", str(trained), str(tmp_path), *words]) == 0
     (found,) = json.loads((tmp_path / "found.json").read_text())["measured"]
-    # the double copies the last frame, and is wrong by one more here
+    # the double adds one to the last frame here, so its error is larger
     assert found["name"] == "MSE ratio" and found["a"] == 1 != found["b"]
     assert main(["compare", str(trained), str(tmp_path)]) == 2
     assert "holds a world model, not a policy; give --world-model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "holds a world model, not a policy; give --world-model"),
         (["--exploration"], "holds a world model, not a policy"),
@@ -317,12 +317,12 @@ def test_world_models_are_compared(trained, tmp_path, capsys):
         (["--world-model", "--against", "nowhere"], "'nowhere' does not exist"),
     ],
 )
-def test_what_an_evaluation_refuses(trained, capsys, words, said):
+def test_invalid_evaluations_are_refused(trained, capsys, words, message):
     assert main(["eval", str(trained), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["train", "teacher", "--dry-run", f"world_model.name={MODEL['name']}", "env.image_size=16", "--envs", "2"]
     assert (
@@ -336,12 +336,12 @@ def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_documents_values_are_a_config():
+def test_documented_original_config_loads():
     config = load_config(Path(__file__).parents[2] / "configs" / "teacher_original.yaml")
     training = config.training
     assert (training.num_episodes, training.save_every, training.log_every) == (100, 50, 10)
     assert (config.teacher.batch_size, config.teacher.learning_rate) == (8, 1e-4)
-    # an update is an episode, and an episode 50 decisions
+    # one update per episode of 50 decisions
     assert config.rollout.max_episode_steps == config.rollout.steps == 50 and config.rollout.n_envs == 1
 
 
@@ -356,18 +356,18 @@ def teach_on_this_rank(folder):
     closed(stopped)
     resumed = run_to_the_end(config_in(f"{folder}/stopped"))
     store = EpisodeStore(run.phase.replay.store.folder, read_only=True)
-    told = {
+    results = {
         "weights": dict(run.phase.model.state_dict()),
         "resumed": dict(resumed.phase.model.state_dict()),
         "progress": (run.phase.progress.env_steps, run.phase.progress.episodes),
         "first": store.episode(0)["action"][0].clone(),
         "folder": run.phase.replay.store.folder.name,
     }
-    torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
+    torch.save(results, f"{folder}/rank{run.distributed.rank}.pt")
 
 
 @pytest.mark.usefixtures("forked")
-def test_two_processes_are_one_learner(tmp_path):
+def test_two_processes_have_equal_weights_and_separate_episodes(tmp_path):
     code = (
         "import sys; from accelerate import debug_launcher; from test_teacher import teach_on_this_rank as work;"
         "debug_launcher(work, (sys.argv[1],), num_processes=2)"
@@ -378,13 +378,13 @@ def test_two_processes_are_one_learner(tmp_path):
     assert torch.equal(first["weights"]["brighter"], second["weights"]["brighter"])
     for rank in (first, second):
         assert torch.equal(rank["weights"]["brighter"], rank["resumed"]["brighter"])
-    # twice as many robots, each process with episodes of its own
+    # twice as many robots, separate episodes of each process
     assert first["progress"] == second["progress"] == (2 * 93, 2 * 9)
     assert (first["folder"], second["folder"]) == ("episodes", "episodes-1")
     assert not torch.equal(first["first"], second["first"])
 
 
-def test_settings_of_an_explorer_to_come_do_not_keep_a_teacher_from_going_on(tmp_path):
+def test_explorer_settings_may_change_on_resume(tmp_path):
     run_to_the_end(config_in(tmp_path))
     explorer = {"rewards.rnd": 1.0, "policy.hidden": [9], "ppo.gamma": 0.5, "student.cameras": ["head"]}
     changed = config_in(tmp_path, **explorer)

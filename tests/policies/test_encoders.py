@@ -1,4 +1,4 @@
-"""Encoders: what they depend on, what they do not, and what they refuse."""
+"""Encoders: which inputs their features depend on, and which specs they refuse."""
 
 import json
 from dataclasses import asdict, replace
@@ -27,7 +27,7 @@ STATE, POINTS = ("observation", "state"), ("observation", "points")
 
 
 def spec_of(state=8, points=20, hands=1, **more) -> EnvSpec:
-    """Hands stand at entries 2, 3, 4 and 5, 6, 7 of the state, in metres x 4."""
+    """Hand positions are entries 2, 3, 4 and 5, 6, 7 of the state, in metres x 4."""
     observation = {"state": ((state,), "float32")} | ({"points": ((points, 6), "float32")} if points else {})
     return EnvSpec(observation | more, 2, hand_entries=tuple(range(2, 2 + 3 * hands)), hand_scale=4.0)
 
@@ -37,7 +37,7 @@ def encoder_of(spec, **config) -> ObservationEncoder:
     return ObservationEncoder(ActorCriticConfig(normalize_observations=False, **config), spec).eval()
 
 
-def seen(spec, batch=5) -> TensorDict:
+def observations(spec, batch=5) -> TensorDict:
     torch.manual_seed(1)
     observation = {name: torch.rand(batch, *shape) for name, (shape, _) in spec.observation.items()}
     return TensorDict({"observation": observation}, [batch])
@@ -46,9 +46,9 @@ def seen(spec, batch=5) -> TensorDict:
 # ---- points
 
 
-def test_the_order_of_points_does_not_matter_but_each_of_them_may():
+def test_features_ignore_the_order_of_points_but_not_their_positions_and_colours():
     spec = spec_of()
-    encoder, td = encoder_of(spec), seen(spec)
+    encoder, td = encoder_of(spec), observations(spec)
     features = encoder(td)
     assert features.shape == (5, 128 + 8) and encoder.in_keys == [POINTS, STATE]
     shuffled = td.clone().set(POINTS, td[POINTS][:, torch.randperm(20)])
@@ -62,28 +62,28 @@ def test_the_order_of_points_does_not_matter_but_each_of_them_may():
 
 
 @pytest.mark.parametrize("hands", [1, 2])
-def test_in_the_grippers_frame_only_where_things_are_from_the_hand_matters(hands):
+def test_in_the_gripper_frame_only_positions_relative_to_the_hand_matter(hands):
     spec = spec_of(hands=hands)
-    td = seen(spec)
+    td = observations(spec)
     shift = torch.tensor([0.3, -0.2, 0.1])
-    together = td.clone()
-    together[POINTS][..., :3] += shift
-    together[STATE][:, 2 : 2 + 3 * hands] += 4 * shift.repeat(hands)
-    alone = td.clone()
-    alone[POINTS][..., :3] += shift
+    all_shifted = td.clone()
+    all_shifted[POINTS][..., :3] += shift
+    all_shifted[STATE][:, 2 : 2 + 3 * hands] += 4 * shift.repeat(hands)
+    points_shifted = td.clone()
+    points_shifted[POINTS][..., :3] += shift
 
     def change(frame, other):
         encoder = encoder_of(spec, point_frame=frame)
         return (encoder(other) - encoder(td))[:, :128].abs().max().item()
 
-    assert change("gripper", together) < 1e-5
-    assert change("gripper", alone) > 1e-2
-    assert change("world", together) > 1e-2
+    assert change("gripper", all_shifted) < 1e-5
+    assert change("gripper", points_shifted) > 1e-2
+    assert change("world", all_shifted) > 1e-2
 
 
-def test_with_two_arms_points_are_told_from_each_hand():
+def test_with_two_arms_features_depend_on_the_position_of_each_hand():
     spec = spec_of(hands=2)
-    encoder, td = encoder_of(spec, point_frame="gripper"), seen(spec)
+    encoder, td = encoder_of(spec, point_frame="gripper"), observations(spec)
     for hand in (2, 5):
         moved = td.clone()
         moved[STATE][:, hand] += 1.0
@@ -91,7 +91,7 @@ def test_with_two_arms_points_are_told_from_each_hand():
 
 
 @pytest.mark.parametrize("task", ["lift_d0", "lift_tray_d0"])
-def test_the_tabletop_says_where_its_hands_are(task):
+def test_the_hand_entries_of_the_tabletop_are_the_hand_positions(task):
     env = Tabletop(TabletopConfig(task=task, threads=1), 2)
     state = env.reset(EpisodeSeeds(0))["state"]
     hands = state[:, list(env.spec.hand_entries)] / env.spec.hand_scale
@@ -99,7 +99,7 @@ def test_the_tabletop_says_where_its_hands_are(task):
     env.close()
 
 
-def test_a_spec_is_read_back_whole_and_one_without_hands_too(tmp_path):
+def test_a_spec_loads_as_saved_and_hand_entries_are_optional(tmp_path):
     spec = spec_of(hands=2)
     (tmp_path / "spec.json").write_text(json.dumps(asdict(spec)))
     assert load_spec(tmp_path) == spec
@@ -108,12 +108,12 @@ def test_a_spec_is_read_back_whole_and_one_without_hands_too(tmp_path):
     assert load_spec(tmp_path).hand_entries == ()
 
 
-def test_a_frame_that_nobody_knows_is_refused():
+def test_the_gripper_frame_needs_hand_entries():
     with pytest.raises(UserError, match="point_frame=gripper.*hand_entries.*point_frame=world"):
         encoder_of(replace(spec_of(), hand_entries=()), point_frame="gripper")
 
 
-def test_images_can_be_left_unread():
+def test_images_can_be_switched_off():
     spec = spec_of(**{"image/head": ((3, 48, 48), "uint8")})
     assert ("observation", "image", "head") in encoder_of(spec).in_keys
     blind = encoder_of(spec, use_images=False)
@@ -137,13 +137,13 @@ def of_tasks(*indices) -> TensorDict:
     return TensorDict({"observation": {"task": torch.tensor(indices)}}, [len(indices)])
 
 
-def test_every_instruction_has_features_of_its_own_word_order_included():
+def test_instructions_have_distinct_features_even_if_only_the_word_order_differs():
     apart = torch.pdist(language(TEXTS)(of_tasks(0, 1, 2, 3)))
     assert apart.shape == (6,) and apart.min() > 0.05
 
 
-def test_features_depend_on_the_words_alone():
-    """Not on the batch, and not on what else the env may say: weights go from one set of instructions to another."""
+def test_instruction_features_depend_on_the_words_alone():
+    """Not on the batch or on the env's other instructions: weights transfer to another set of instructions."""
     one, other = language(TEXTS), language(("a much longer instruction than any of the others", TEXTS[1], TEXTS[0]))
     other.load_state_dict(one.state_dict(), strict=True)
     torch.testing.assert_close(other(of_tasks(2, 1)), one(of_tasks(0, 1)), atol=1e-6, rtol=0)
@@ -158,12 +158,12 @@ def test_only_distinct_instructions_are_encoded():
     assert rows == [4]
 
 
-def test_the_encoder_reads_the_task_where_it_is_asked_to():
+def test_the_encoder_reads_the_task_only_with_language_features():
     spec = replace(spec_of(points=0, task=((), "int64")), instructions=TEXTS)
     assert encoder_of(spec).in_keys == [STATE]
     encoder = encoder_of(spec, language_features=16)
     assert encoder.in_keys == [STATE, ("observation", "task")] and encoder.size == 8 + 16
-    td = seen(spec, batch=4).set(("observation", "task"), torch.tensor([0, 1, 2, 0]))
+    td = observations(spec, batch=4).set(("observation", "task"), torch.tensor([0, 1, 2, 0]))
     td[STATE][:] = 1.0
     features = encoder(td)
     assert torch.equal(features[0], features[3]) and not torch.equal(features[0], features[1])
@@ -182,7 +182,7 @@ def test_free_text_has_the_features_of_the_same_listed_instruction():
     assert rows == [4]  # distinct texts
 
 
-def test_instructions_that_cannot_be_read_are_refused():
+def test_language_features_need_instructions_of_limited_length():
     with pytest.raises(UserError, match="language_features=.*set it to 0"):
         encoder_of(spec_of(), language_features=16)
     with pytest.raises(UserError, match="has 300 bytes, at most 256"):
@@ -197,7 +197,7 @@ ENV = TabletopConfig(
 
 
 def trained(updates=1, **config):
-    """A policy of all encoders before and after PPO, and what its updates told."""
+    """Train a policy that has all encoders; return it, its buffer, the changed parameters and the metrics."""
     torch.manual_seed(0)
     env = Env(Tabletop(ENV, 4, 6))
     policy = ActorCritic(ActorCriticConfig(channels=(4, 4, 4), language_features=8, **config), env.spec, 2).eval()
@@ -213,13 +213,13 @@ def trained(updates=1, **config):
     return policy, buffer, moved, metrics
 
 
-def test_all_encoders_learn_and_score_what_they_did():
+def test_all_encoders_learn_and_pass_the_parity_gate():
     policy, _, moved, metrics = trained(updates=2, point_frame="gripper", dropout=0.5)
     assert moved == {name for name, _ in policy.named_parameters()}
     assert metrics["parity"] <= 1e-5
 
 
-def test_a_frozen_encoder_keeps_its_weights_and_costs_no_graph():
+def test_a_frozen_encoder_keeps_its_weights_and_builds_no_graph():
     policy, buffer, moved, _ = trained(freeze_encoder=True)
     frozen = {name for name, _ in policy.named_parameters() if name.startswith("encoder.")}
     assert len(frozen) > 10 and not moved & frozen
@@ -227,7 +227,7 @@ def test_a_frozen_encoder_keeps_its_weights_and_costs_no_graph():
     assert not policy.encoder(buffer.get()).requires_grad
 
 
-def test_dropout_is_of_seen_features_and_of_training_only():
+def test_dropout_zeroes_image_and_point_features_in_training_only():
     policy, buffer, _, _ = trained(dropout=0.5, image_features=64, point_features=64)
     td, encoder = buffer.get(), policy.encoder
     assert torch.equal(encoder(td), encoder(td))

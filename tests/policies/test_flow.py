@@ -1,4 +1,4 @@
-"""The flow policy: what it scores is what it did, whatever the method; and the maths against its definitions."""
+"""The flow policy: every method passes the parity gate, and the formulas agree with their definitions."""
 
 import math
 
@@ -11,8 +11,8 @@ from parity_cases import (
     METHODS,
     MUTANTS,
     STATE,
-    CountsWhatWasNotExecuted,
-    Drifting,
+    CountsUnexecutedSteps,
+    RandomEnv,
     gate,
     make_policy,
     rollout_of,
@@ -47,7 +47,7 @@ def test_every_method_passes_the_gate(method, num_envs, reduction):
 
 @pytest.mark.parametrize("encoder", ["flat", "keypoints"])
 @pytest.mark.parametrize("method", METHODS)
-def test_with_images_padding_and_a_longer_horizon(method, encoder):
+def test_the_gate_passes_with_images_padding_and_a_longer_horizon(method, encoder):
     policy, buffer = rollout_of(
         num_envs=6, seen={"padding": 2, "images": True}, horizon=6, image_encoder=encoder, **METHODS[method]
     )
@@ -63,7 +63,7 @@ def test_with_images_padding_and_a_longer_horizon(method, encoder):
 def test_in_bf16_the_drift_is_within_the_documented_tolerance(method):
     policy, buffer = rollout_of(num_envs=6, precision="bf16", **METHODS[method])
     gate(policy, buffer).check(0.05)
-    # networks really compute in bf16, and what is scored is float32 or finer
+    # the networks compute in bf16, the scores in float32 or float64
     types = []
     for part in (policy.condition, policy.velocity.output):
         part.register_forward_hook(lambda _, inputs, output: types.append(output.dtype))
@@ -78,7 +78,7 @@ def test_in_bf16_the_drift_is_within_the_documented_tolerance(method):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("method", METHODS)
 def test_counting_steps_that_were_not_executed_trips_the_gate(method, reduction):
-    policy, buffer = rollout_of(CountsWhatWasNotExecuted, sampling_steps=10, reduction=reduction, **METHODS[method])
+    policy, buffer = rollout_of(CountsUnexecutedSteps, sampling_steps=10, reduction=reduction, **METHODS[method])
     with pytest.raises(ParityError, match="score"):
         PPO(PPOConfig(), policy).update(buffer.get(flatten=False))
 
@@ -94,15 +94,15 @@ def test_each_mutant_trips_the_gate(mutant, method):
 # ---- log-probabilities
 
 
-def test_log_prob_is_that_of_the_chain_by_torch_distributions():
+def test_log_prob_equals_torch_distributions_along_the_chain():
     policy, buffer = rollout_of(num_envs=2, sampling_steps=3, noise_level=0.7)
     flat = buffer.get()
     states, executed = flat["trace", "states"], flat["next", "executed"]
-    _, about = policy._encode(flat)
+    _, condition = policy._encode(flat)
     expected = torch.zeros(len(flat), dtype=torch.float64)
     for k in range(3):
         t, h = 1 - k / 3, 1 / 3
-        v = policy.velocity(states[:, k], torch.full((len(flat),), t), about)
+        v = policy.velocity(states[:, k], torch.full((len(flat),), t), condition)
         sigma2 = 0.49 * t / (h if k == 0 else 1 - t)
         a_hat, eps_hat = states[:, k] - t * v, states[:, k] + (1 - t) * v
         mean = a_hat * (1 - (t - h)) + eps_hat * (t - h - sigma2 * h / (2 * t))
@@ -114,18 +114,18 @@ def test_log_prob_is_that_of_the_chain_by_torch_distributions():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_the_ratio_of_fpo_is_by_how_much_the_flow_matching_loss_fell(reduction):
+def test_the_log_ratio_of_fpo_is_the_decrease_of_the_flow_matching_loss(reduction):
     policy, buffer = rollout_of(num_envs=2, method="fpo", loss_samples=3, reduction=reduction)
     flat = buffer.get()
     states, times, executed = flat["trace", "states"], flat["trace", "times"], flat["next", "executed"]
 
     @torch.no_grad()
     def loss():
-        _, about = policy._encode(flat)
+        _, condition = policy._encode(flat)
         total = torch.zeros(len(flat), dtype=torch.float64)
         for i in range(3):
             noise, action, t = states[:, i], states[:, 3], times[:, i, None, None]
-            v = policy.velocity(t * noise + (1 - t) * action, times[:, i], about)
+            v = policy.velocity(t * noise + (1 - t) * action, times[:, i], condition)
             # [B, H]
             squares = (v - (noise - action)).square().sum(-1).double()
             total += (squares * (torch.arange(4) < executed[:, None])).sum(-1) / 3
@@ -136,18 +136,18 @@ def test_the_ratio_of_fpo_is_by_how_much_the_flow_matching_loss_fell(reduction):
     log_ratio = policy.evaluate(flat)["log_prob"] - flat["log_prob"]
     torch.testing.assert_close(log_ratio, before - loss(), rtol=1e-4, atol=1e-5)
     assert log_ratio.abs().min() > 1e-3
-    # the action is the end of the ODE, in the env's numbers; noises and times are all different
+    # the action is the end of the ODE, in env units; all noises and times differ
     torch.testing.assert_close(policy._action_of(states[:, 3]), flat["action"])
     assert 0 < times.min() < 0.1 and 0.9 < times.max() < 1 and len(times.unique()) == times.numel()
     assert abs(states[:, :3].mean()) < 0.1 and abs(states[:, :3].std() - 1) < 0.1
 
 
-def test_fpo_acts_as_it_is_evaluated():
-    """The gate compares velocities; that these make the action is shown here."""
+def test_fpo_samples_the_same_action_as_greedy_acting_from_the_same_noise():
+    """The gate compares velocities; this test checks that they produce the action."""
     policy = make_policy(method="fpo")
-    seen = Drifting(4)
-    seen.reset(lambda *_: 0)
-    td = TensorDict({"observation": {"state": torch.from_numpy(seen._observe()["state"])}}, [4])
+    backend = RandomEnv(4)
+    backend.reset(lambda *_: 0)
+    td = TensorDict({"observation": {"state": torch.from_numpy(backend._observe()["state"])}}, [4])
     noise = torch.rand(4, policy.noise_size, generator=torch.Generator().manual_seed(0))
     sampled = policy.act(td.clone().set("noise", noise))["action"]
     greedy = policy.act(td.clone().set("start", noise[:, : policy.start_size]))["action"]
@@ -159,11 +159,11 @@ def test_fpo_acts_as_it_is_evaluated():
 def test_counted_padding_shows_in_the_score(reduction):
     policy, buffer = rollout_of(MUTANTS["padding counted"], seen={"padding": 2}, reduction=reduction)
     parity = gate(policy, buffer)
-    # the normals of the real dims are as they were: it is the sum that is wrong
+    # z of the real dims is unchanged: only the sum is wrong
     assert parity.drift <= 1e-4 and parity.dims == 2 * policy.sampling_steps and parity.score > 0.1
 
 
-def test_a_ratio_is_taken_before_anything_is_rounded_to_float32():
+def test_the_ratio_is_computed_before_rounding_to_float32():
     """Sums of thousands of terms: float32 numbers near 1e4 are 1e-3 apart."""
     batch = TensorDict({"log_prob": torch.full((1,), -14_000.0, dtype=torch.float64), "advantage": torch.ones(1)}, [1])
     batch.update({"return": torch.zeros(1), "value": torch.zeros(1)})
@@ -174,14 +174,14 @@ def test_a_ratio_is_taken_before_anything_is_rounded_to_float32():
     assert flat["log_prob"].dtype == torch.float64
 
 
-def test_the_reduction_is_one_setting():
+def test_the_mean_reduction_divides_the_log_prob_by_its_number_of_terms():
     total, _ = rollout_of(num_envs=4), None
     policy, buffer = total
     summed = buffer.get()
     policy_mean, buffer_mean = rollout_of(num_envs=4, reduction="mean")
     mean = buffer_mean.get()
-    numbers = mean["next", "executed"] * DIMS * policy.sampling_steps
-    torch.testing.assert_close(mean["log_prob"], summed["log_prob"] / numbers)
+    terms = mean["next", "executed"] * DIMS * policy.sampling_steps
+    torch.testing.assert_close(mean["log_prob"], summed["log_prob"] / terms)
 
 
 def test_each_step_of_a_denoising_mdp_has_a_log_prob_of_its_own():
@@ -193,9 +193,9 @@ def test_each_step_of_a_denoising_mdp_has_a_log_prob_of_its_own():
 def test_flow_noise_stays_within_its_bounds():
     kernel = _FlowNoise(2, (0.1, 0.2), width=4, horizon=1, action_dim=1)
     nn.init.normal_(kernel.net[-1].weight, std=100.0)
-    x, about = torch.zeros(500, 2, 1, 1), torch.randn(500, 4)
+    x, condition = torch.zeros(500, 2, 1, 1), torch.randn(500, 4)
     steps = torch.tensor([[0, 1]]).expand(500, 2)
-    _, std = kernel(x, x, steps, about)
+    _, std = kernel(x, x, steps, condition)
     assert std.min() >= 0.1 - 1e-6 and std.max() <= 0.2 + 1e-6 and std.max() - std.min() > 0.05
 
 
@@ -204,8 +204,8 @@ def test_the_entropy_is_that_of_all_scored_steps(method):
     policy, buffer = rollout_of(num_envs=2, **METHODS[method])
     flat = buffer.get()
     entropy = policy.evaluate(flat)["entropy"]
-    _, about = policy._encode(flat)
-    _, std, _ = policy._score(about, flat["trace"])
+    _, condition = policy._encode(flat)
+    _, std, _ = policy._score(condition, flat["trace"])
     terms = torch.distributions.Normal(0.0, std).entropy().sum((2, 3))
     mask = torch.arange(4) < flat["next", "executed"][:, None]
     torch.testing.assert_close(entropy, (terms * mask).sum(-1), rtol=1e-5, atol=1e-4)
@@ -236,7 +236,7 @@ def sampled_std(steps: int, level: float | None, spread=0.3, draws=200_000) -> f
     return x.std().item()
 
 
-def test_few_steps_differ_as_measured():
+def test_with_few_steps_the_std_is_the_documented_one():
     """formulas.md: target 0.300; K=4: ODE 0.178, eta 0.5 0.238, eta 1 0.311; K=2, eta 1: 1.03."""
     assert sampled_std(4, None) == pytest.approx(0.178, abs=0.002)
     assert sampled_std(4, 0.5) == pytest.approx(0.238, abs=0.002)
@@ -259,7 +259,7 @@ def test_observations_are_encoded_once_per_decision():
     calls = {"encoder": 0, "velocity": 0}
     for name in calls:
         getattr(policy, name).register_forward_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
-    root = Env(Drifting(4)).reset(0)
+    root = Env(RandomEnv(4)).reset(0)
     policy.act(root.set("noise", torch.rand(4, policy.noise_size).clamp(0.01, 0.99)))
     assert calls == {"encoder": 1, "velocity": 5}
     policy.evaluate(buffer.get())
@@ -270,7 +270,7 @@ def test_one_step_scores_a_single_state():
     policy, buffer = rollout_of(num_envs=16, sampling_steps=10, **METHODS["one_step"])
     flat = buffer.get()
     assert flat["trace", "states"].shape[1] == 2
-    # every step gets its turn
+    # every step is sample_actions
     assert set(flat["trace", "first"].tolist()) == set(range(10))
 
 
@@ -280,19 +280,19 @@ def test_one_step_scores_a_single_state():
 @pytest.mark.parametrize("given", [True, False])
 def test_greedy_acting_is_the_ode_from_its_start_or_from_zero(given):
     policy = make_policy(chunk=2, horizon=3)
-    root = Env(Drifting(4)).reset(0)
+    root = Env(RandomEnv(4)).reset(0)
     x = torch.randn(4, 3, DIMS, generator=torch.Generator().manual_seed(0)) if given else torch.zeros(4, 3, DIMS)
     start = {"start": torch.special.ndtr(x).flatten(1)} if given else {}
     action = policy.act(root.clone().update(start))["action"]
-    _, about = policy._encode(root)
+    _, condition = policy._encode(root)
     for k in range(4):
-        x = x - 0.25 * policy.velocity(x, torch.full((4,), 1 - k / 4), about)
+        x = x - 0.25 * policy.velocity(x, torch.full((4,), 1 - k / 4), condition)
     torch.testing.assert_close(action, x[:, :2] * 0.5 + 0.1)
 
 
 def test_greedy_robots_start_from_noise_of_their_own():
     policy = make_policy()
-    collector = Collector(Env(Drifting(4)), policy, seed=0, split="eval", greedy=True, chunk=4)
+    collector = Collector(Env(RandomEnv(4)), policy, seed=0, split="eval", greedy=True, chunk=4)
     decisions = [collector.decide() for _ in range(2)]
     starts = torch.stack([td["start"] for td in decisions]).flatten(0, 1)
     assert len(starts.unique(dim=0)) == 8 and starts.std() > 0.2
@@ -303,10 +303,10 @@ def test_greedy_robots_start_from_noise_of_their_own():
         torch.testing.assert_close(td["action"], policy.act(seen.set("start", td["start"]))["action"])
 
 
-def test_what_it_cannot_do_is_said():
+def test_contradictory_settings_are_refused():
     with pytest.raises(UserError, match="horizon=2 is shorter"):
-        FlowPolicy(FlowConfig(horizon=2), Drifting(1).spec, 4)
-    for wrong, said in (
+        FlowPolicy(FlowConfig(horizon=2), RandomEnv(1).spec, 4)
+    for wrong, message in (
         ({"method": "denoising_mdp", "denoising_steps": 9}, "denoising_steps=9 is more than"),
         ({"denoising_steps": 2}, "denoising_steps=2: only policy.method=denoising_mdp reads it, not flow_sde"),
         ({"method": "flow_noise", "kernel": "noise"}, "kernel=noise: only policy.method=denoising_mdp reads it"),
@@ -325,14 +325,14 @@ def test_what_it_cannot_do_is_said():
         ({"method": "denoising_mdp", "noise_range": (0.1, 0.2)}, "denoising_mdp with policy.kernel=sde reads"),
         ({"method": "denoising_mdp", "kernel": "noise", "noise_level": 0.3}, "kernel=noise reads policy.noise_range"),
     ):
-        with pytest.raises(UserError, match=said):
-            FlowPolicy(FlowConfig(**wrong), Drifting(1).spec, 4)
-    for read in (
+        with pytest.raises(UserError, match=message):
+            FlowPolicy(FlowConfig(**wrong), RandomEnv(1).spec, 4)
+    for valid in (
         {"method": "flow_sde_one_step", "noise_level": 0.3},
         {"method": "denoising_mdp", "noise_level": 0.3},
         {"method": "denoising_mdp", "kernel": "noise", "noise_range": (0.1, 0.2)},
     ):
-        FlowPolicy(FlowConfig(**read), Drifting(1).spec, 4)
+        FlowPolicy(FlowConfig(**valid), RandomEnv(1).spec, 4)
     with pytest.raises(UserError, match="continuous"):
         FlowPolicy(FlowConfig(), EnvSpec({"state": ((2,), "float32")}, 1, discrete_actions=3), 1)
 
@@ -394,7 +394,7 @@ def _ode_error(policy, env) -> float:
 
 
 def two_modes(generator, batch=256):
-    """The demonstrator goes to -0.5 or 0.5, both steps alike; the state says nothing."""
+    """Demonstrations: both steps are -0.5 or both are 0.5; the state is constant."""
     side = torch.randint(0, 2, (batch, 1, 1), generator=generator).float() - 0.5
     action = side.expand(-1, 2, DIMS).clone()
     valid = torch.ones(batch, 2, dtype=torch.bool)
@@ -402,9 +402,9 @@ def two_modes(generator, batch=256):
     return TensorDict({"observation": observation, "action": action, "valid": valid}, [batch])
 
 
-def imitated(**config):
+def imitate(**config):
     torch.manual_seed(0)
-    policy = FlowPolicy(FlowConfig(width=48, heads=2, layers=1, **config), Drifting(1).spec, 2)
+    policy = FlowPolicy(FlowConfig(width=48, heads=2, layers=1, **config), RandomEnv(1).spec, 2)
     optimizer = torch.optim.Adam(policy.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(600):
@@ -416,11 +416,11 @@ def imitated(**config):
 
 
 @torch.no_grad()
-def drawn(policy, about):
+def draw(policy, condition):
     """[512, 2, A] by the ODE from noise."""
     x = torch.randn(512, 2, DIMS, generator=torch.Generator().manual_seed(1))
     for k in range(policy.sampling_steps):
-        x = policy._ode_step(x, policy.denoise(x, policy._time_of(k, x), about))
+        x = policy._ode_step(x, policy.denoise(x, policy._time_of(k, x), condition))
     return x
 
 
@@ -429,23 +429,23 @@ def distance_to_a_mode(x):
 
 
 def test_imitation_learns_both_of_two_modes():
-    policy = imitated(sampling_steps=10)
-    x = drawn(policy, policy.encode(two_modes(torch.Generator(), 512))[1])
-    # near one of them, about as often, and both steps of a chunk at the same one
+    policy = imitate(sampling_steps=10)
+    x = draw(policy, policy.encode(two_modes(torch.Generator(), 512))[1])
+    # near one of them, each in 30 to 70 %, and both steps of a chunk near the same one
     assert distance_to_a_mode(x) < 0.12 and 0.3 < (x[:, 0, 0] > 0).float().mean() < 0.7
     assert ((x > 0) == (x[:, :1, :1] > 0)).float().mean() > 0.95
 
 
 def test_with_the_consistency_term_two_steps_suffice():
-    policy = imitated(sampling_steps=2, consistency=1.0, target_decay=0.98)
+    policy = imitate(sampling_steps=2, consistency=1.0, target_decay=0.98)
     batch = two_modes(torch.Generator(), 512)
-    plain, consistent = (drawn(policy, about) for about in (policy._encode(batch)[1], policy.encode(batch)[1]))
+    plain, consistent = (draw(policy, condition) for condition in (policy._encode(batch)[1], policy.encode(batch)[1]))
     assert distance_to_a_mode(consistent) < 0.1 and distance_to_a_mode(consistent) < 0.5 * distance_to_a_mode(plain)
 
 
-def test_demonstrations_are_imitated_in_normalised_and_done_in_the_envs_own_numbers():
+def test_imitation_learns_normalised_actions_and_acts_in_env_units():
     torch.manual_seed(0)
-    policy = FlowPolicy(FlowConfig(width=32, heads=2, layers=1), Drifting(1).spec, 2)
+    policy = FlowPolicy(FlowConfig(width=32, heads=2, layers=1), RandomEnv(1).spec, 2)
     policy.fit_normalizers({"action": {"mean": np.full(DIMS, 0.5), "std": np.full(DIMS, 0.01)}}, "min_max", "mean_std")
     batch = two_modes(torch.Generator().manual_seed(0), 64)
     batch["action"].fill_(0.52)
@@ -470,12 +470,12 @@ def test_times_near_the_noise_are_drawn_more_often():
     assert (t < 0.5).float().mean().item() == pytest.approx(0.5**1.5, abs=0.02)
 
 
-def test_steps_past_an_episodes_end_are_not_imitated():
+def test_imitation_ignores_steps_past_the_end_of_an_episode():
     policy = make_policy(chunk=2)
     batch = two_modes(torch.Generator().manual_seed(0), 8)
     batch["valid"][:, 1] = False
     batch["action"][:, 1] = 100.0
-    # the other positions see the noisy one, so compare what is averaged: a policy whose positions do not mix
+    # without blocks the positions of a chunk do not interact, so the masked position can only enter the average
     policy.velocity.blocks = nn.ModuleList()
     loss, _ = policy.imitation_loss(batch, torch.Generator().manual_seed(1))
     batch["action"][:, 1] = -100.0

@@ -1,4 +1,4 @@
-"""What the flow benchmark keeps: finished runs only."""
+"""The flow benchmark stores finished runs only."""
 
 import json
 import sys
@@ -13,29 +13,29 @@ RUN = {"problem": "stack_d0", "seed": 0, "imitated": BOTH, "curve": [{"steps": 9
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch):
-    """Call the benchmark with a training that has this outcome; what is kept then."""
+def run_benchmark(tmp_path, monkeypatch):
+    """Run the benchmark with a training that returns `outcome`; return the stored runs."""
     monkeypatch.setattr(flow_gain, "RESULTS", tmp_path / "flow_gain.json")
     monkeypatch.setattr(stages, "RUNS", tmp_path)
 
-    def call(outcome, *words):
+    def run_benchmark(outcome, *arguments):
         monkeypatch.setattr(stages.Stages, "run", lambda _: outcome)
-        monkeypatch.setattr(sys, "argv", ["flow_gain.py", "stack_d0", "--runs", str(tmp_path / "runs"), *words])
+        monkeypatch.setattr(sys, "argv", ["flow_gain.py", "stack_d0", "--runs", str(tmp_path / "runs"), *arguments])
         flow_gain.main()
         return json.loads(flow_gain.RESULTS.read_text())["runs"] if flow_gain.RESULTS.is_file() else {}
 
-    return call
+    return run_benchmark
 
 
-# without RL, and with RL that was cut short
+# without RL, and with interrupted RL
 @pytest.mark.parametrize("unfinished", [RUN | {"curve": [], "done": False}, RUN | {"done": False}])
-def test_an_unfinished_run_is_not_kept_and_replaces_nothing(call, capsys, unfinished):
-    assert call(unfinished) == {}
+def test_an_unfinished_run_is_not_stored_and_replaces_nothing(run_benchmark, capsys, unfinished):
+    assert run_benchmark(unfinished) == {}
     assert "the same call goes on" in capsys.readouterr().out
     finished = RUN | {"done": True}
-    assert call(finished) == {"stack_d0/0": finished}
-    assert call(unfinished) == {"stack_d0/0": finished}
+    assert run_benchmark(finished) == {"stack_d0/0": finished}
+    assert run_benchmark(unfinished) == {"stack_d0/0": finished}
 
 
-def test_a_run_with_other_settings_is_not_kept(call):
-    assert call(RUN | {"done": True}, "--set", "ppo.gamma=0.9") == {}
+def test_a_run_with_other_settings_is_not_stored(run_benchmark):
+    assert run_benchmark(RUN | {"done": True}, "--set", "ppo.gamma=0.9") == {}

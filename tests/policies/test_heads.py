@@ -17,21 +17,21 @@ def features(batch=5, width=4):
 
 
 def act(head, features, noise):
-    """What a policy does with a head: draw (or take the mode) and score."""
+    """Draw an action (or take the mode) and score it, as a policy does."""
     parameters = head.parameters_of(features)
     action = head.mode(parameters[0]) if noise is None else head.sample(features, parameters, noise)
     return action, head.score(parameters, action), parameters
 
 
-def spread_out(head):
-    """Away from the near-zero start, so that a mean matters."""
+def with_large_weights(head):
+    """Replace the near-zero initial weights, so that the mean matters."""
     torch.manual_seed(2)
     torch.nn.init.normal_(head.linear.weight, std=0.5)
     return head
 
 
-def test_gaussian_log_prob_is_the_textbook_one():
-    head = spread_out(GaussianHead(4, chunk=2, action_dim=3, init_std=0.7))
+def test_gaussian_log_prob_equals_torch_distributions():
+    head = with_large_weights(GaussianHead(4, chunk=2, action_dim=3, init_std=0.7))
     action, score, _ = act(head, features(), torch.rand(5, 6))
     mean = head.linear(features()).view(5, 2, 3)
     expected = D.Normal(mean, 0.7).log_prob(action).sum(-1)
@@ -41,8 +41,8 @@ def test_gaussian_log_prob_is_the_textbook_one():
     torch.testing.assert_close(score.z2, ((action - mean) / 0.7).square().sum(-1))
 
 
-def test_squashed_log_prob_has_the_jacobian_and_stays_inside():
-    head = spread_out(SquashedGaussianHead(4, chunk=1, action_dim=2, init_std=0.9))
+def test_squashed_log_prob_has_the_jacobian_and_actions_stay_inside_the_bounds():
+    head = with_large_weights(SquashedGaussianHead(4, chunk=1, action_dim=2, init_std=0.9))
     action, score, _ = act(head, features(), torch.rand(5, 2) * 0.8 + 0.1)
     mean = head.linear(features()).view(5, 1, 2)
     expected = D.TransformedDistribution(D.Normal(mean, 0.9), [D.TanhTransform(cache_size=1)]).log_prob(action).sum(-1)
@@ -53,7 +53,7 @@ def test_squashed_log_prob_has_the_jacobian_and_stays_inside():
 
 
 def test_state_dependent_noise_has_the_spread_it_is_scored_with():
-    head = spread_out(StateDependentHead(4, chunk=1, action_dim=2, init_std=0.7))
+    head = with_large_weights(StateDependentHead(4, chunk=1, action_dim=2, init_std=0.7))
     one = features(1)
     action, score, parameters = act(
         head, one.expand(20_000, -1), torch.rand(20_000, head.noise_size, generator=torch.manual_seed(3))
@@ -67,7 +67,7 @@ def test_state_dependent_noise_has_the_spread_it_is_scored_with():
 
 
 def test_discrete_choices_follow_their_probabilities():
-    head = spread_out(DiscreteHead(4, chunk=1, choices=3))
+    head = with_large_weights(DiscreteHead(4, chunk=1, choices=3))
     one = features(1)
     uniform = (torch.arange(10_000) + 0.5)[:, None] / 10_000
     action, score, _ = act(head, one.expand(10_000, -1), uniform)
@@ -86,8 +86,8 @@ def test_discrete_choices_follow_their_probabilities():
         lambda: TokenHead(4, 2, 3, bins=7),
     ],
 )
-def test_scoring_what_was_sampled_gives_the_same_numbers(make):
-    head = spread_out(make())
+def test_scoring_a_sample_reproduces_its_log_prob(make):
+    head = with_large_weights(make())
     action, acted, parameters = act(head, features(), torch.rand(5, head.noise_size))
     scored = head.score(head.parameters_of(features()), action)
     assert torch.equal(acted.log_prob, scored.log_prob)
@@ -96,7 +96,7 @@ def test_scoring_what_was_sampled_gives_the_same_numbers(make):
 
 @pytest.mark.parametrize("make", [lambda: GaussianHead(4, 1, 2, 0.5), lambda: SquashedGaussianHead(4, 1, 2, 0.5)])
 def test_without_noise_the_mode_is_taken(make):
-    head = spread_out(make())
+    head = with_large_weights(make())
     greedy, _, _ = act(head, features(), None)
     middle, _, _ = act(head, features(), torch.full((5, 2), 0.5))
     torch.testing.assert_close(greedy, middle)

@@ -1,4 +1,4 @@
-"""Pictures as policies take them: of any size, and refused in a sentence where they are not what was said."""
+"""Inputs of policies: images of any size; a wrong dtype or shape raises a one-line error."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def policy_of(name):
     return make_policy(load_config({"policy": POLICIES[name]}, inherit=False).policy, SPEC, 1).eval()
 
 
-def seen(batch=2):
+def make_observations(batch=2):
     generator = torch.Generator().manual_seed(0)
     images = {
         name.partition("/")[2]: torch.randint(0, 256, (batch, *shape), dtype=torch.uint8, generator=generator)
@@ -34,7 +34,7 @@ def seen(batch=2):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_cameras_may_differ_in_size_and_each_is_seen(name):
+def test_cameras_may_differ_in_size_and_features_depend_on_each(name):
     policy = policy_of(name)
 
     @torch.no_grad()
@@ -42,19 +42,19 @@ def test_cameras_may_differ_in_size_and_each_is_seen(name):
         return policy.encode(td)[0] if hasattr(policy, "encode") else policy.encoder(td)
 
     with torch.no_grad():
-        assert policy.act(seen())["action"].shape == (2, policy.chunk, 2)
+        assert policy.act(make_observations())["action"].shape == (2, policy.chunk, 2)
         if policy.memory_size:
-            assert policy.remember(seen()).shape == (2, policy.memory_size)
-    before = features(seen())
+            assert policy.remember(make_observations()).shape == (2, policy.memory_size)
+    before = features(make_observations())
     for camera in ("head", "wrist", "side"):
-        other = seen()
+        other = make_observations()
         other["observation", "image", camera] = 255 - other["observation", "image", camera]
         assert (features(other) - before).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_so_they_may_in_imitation(name):
-    policy, td = policy_of(name), seen()
+def test_imitation_takes_cameras_of_different_sizes(name):
+    policy, td = policy_of(name), make_observations()
     td["action"] = torch.zeros(2, policy.horizon, 2)
     td["valid"] = torch.ones(2, policy.horizon, dtype=torch.bool)
     loss, _ = policy.imitation_loss(td, torch.Generator().manual_seed(0))
@@ -62,7 +62,7 @@ def test_so_they_may_in_imitation(name):
     assert loss.isfinite() and any(weight.grad is not None for weight in policy.parameters())
 
 
-MISTAKES = {
+WRONG_IMAGES = {
     "a range of 0 to 1": (
         lambda image: image / 255,
         "observation/image/head is float32 [2, 3, 40, 56] with values of 0 to 1, expected uint8 [B, 3, 40, 56] with "
@@ -89,17 +89,17 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_other_pictures_are_refused_in_a_sentence(name, mistake):
-    change, said = MISTAKES[mistake]
-    td = seen()
+@pytest.mark.parametrize("case", WRONG_IMAGES)
+def test_wrong_images_raise_a_one_line_error(name, case):
+    change, message = WRONG_IMAGES[case]
+    td = make_observations()
     td["observation", "image", "head"] = change(td["observation", "image", "head"])
     with pytest.raises(ContractError) as caught:
         policy_of(name).act(td)
-    assert said in str(caught.value) and str(caught.value).startswith("observation/image/head is ")
+    assert message in str(caught.value) and str(caught.value).startswith("observation/image/head is ")
 
 
-STATES = {
+WRONG_STATES = {
     "another size": (
         lambda state: state[:, :4],
         "observation/state is float32 [2, 4], expected float32 [B, 5]; give the shape that the policy was built for",
@@ -118,22 +118,22 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("mistake", STATES)
-def test_another_state_is_refused_in_a_sentence(name, mistake):
-    change, said = STATES[mistake]
-    td = seen()
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_a_wrong_state_raises_a_one_line_error(name, case):
+    change, message = WRONG_STATES[case]
+    td = make_observations()
     td["observation", "state"] = change(td["observation", "state"])
     with pytest.raises(ContractError) as caught:
         policy_of(name).act(td)
-    assert said in str(caught.value) and str(caught.value).startswith("observation/state ")
+    assert message in str(caught.value) and str(caught.value).startswith("observation/state ")
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_missing_state_is_refused_by_name(name):
     with pytest.raises(ContractError, match=r"^observation/state is missing; expected float32 \[B, 5\]$"):
-        policy_of(name).act(seen().exclude(("observation", "state")))
+        policy_of(name).act(make_observations().exclude(("observation", "state")))
 
 
-def test_a_missing_picture_is_refused_by_name():
+def test_a_missing_image_is_refused_by_name():
     with pytest.raises(ContractError, match=r"observation/image/wrist is missing; expected uint8 \[B, 3, 64, 48\]"):
-        policy_of("flow").act(seen().exclude(("observation", "image", "wrist")))
+        policy_of("flow").act(make_observations().exclude(("observation", "image", "wrist")))

@@ -1,4 +1,4 @@
-"""LoRA: adapters learn and nothing else does; alone in a folder that peft opens; folded into the weights."""
+"""LoRA: only adapters learn; peft opens a folder of saved adapters; adapters merge into the weights."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from sparring.policies.pi0 import load_pi0
 
 
 class Net(nn.Module):
-    """A trunk with a convolution and attention of torch's own kind, and a head."""
+    """A convolution, an embedding, torch's transformer encoder and a head."""
 
     def __init__(self):
         super().__init__()
@@ -46,8 +46,8 @@ def inputs():
     return torch.randn(5, 3, 8, 8, generator=generator), torch.randint(10, (5, 4), generator=generator)
 
 
-def stirred(net):
-    """Adapters away from their start, where they change nothing."""
+def randomized(net):
+    """Randomise the adapters, which initially change nothing."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in adapter_weights(net).values():
@@ -55,21 +55,21 @@ def stirred(net):
     return net
 
 
-def learning(net):
+def trainable(net):
     return {name for name, parameter in net.named_parameters() if parameter.requires_grad}
 
 
-def test_nothing_changes_until_adapters_learn(net, inputs):
+def test_new_adapters_do_not_change_the_output(net, inputs):
     before = net(*inputs)
     adapt(net, LoraConfig(lora_r=2))
     torch.testing.assert_close(net(*inputs), before, atol=1e-6, rtol=0)
-    assert not torch.allclose(stirred(net)(*inputs), before, atol=1e-3)
+    assert not torch.allclose(randomized(net)(*inputs), before, atol=1e-3)
 
 
 def test_by_default_all_linear_layers_have_adapters_and_only_these_learn(net):
     adapt(net, LoraConfig(lora_r=2))
     layers = {f"trunk.layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)} | {"head.0", "head.2"}
-    assert learning(net) == {f"{name}.lora_{side}.default.weight" for name in layers for side in "AB"}
+    assert trainable(net) == {f"{name}.lora_{side}.default.weight" for name in layers for side in "AB"}
 
 
 @pytest.mark.parametrize(
@@ -82,76 +82,76 @@ def test_by_default_all_linear_layers_have_adapters_and_only_these_learn(net):
         (["see", "words"], {"see", "words"}),
     ],
 )
-def test_targets_by_end_glob_and_regex(net, patterns, layers):
+def test_targets_match_by_suffix_glob_and_regex(net, patterns, layers):
     adapt(net, LoraConfig(lora_r=2, lora_targets=patterns))
-    assert {name.partition(".lora_")[0] for name in learning(net)} == layers
+    assert {name.partition(".lora_")[0] for name in trainable(net)} == layers
 
 
-def test_a_part_learns_in_full_beside_adapters_in_float32(net):
+def test_modules_to_save_learn_in_full_and_in_float32(net):
     net.bfloat16()
     adapt(net, LoraConfig(lora_r=2, lora_targets=["trunk", "head"], modules_to_save=["head"]))
-    assert {"head.0.weight", "head.0.bias"} < learning(net) and not any("head.0.lora" in n for n in learning(net))
+    assert {"head.0.weight", "head.0.bias"} < trainable(net) and not any("head.0.lora" in n for n in trainable(net))
     kinds = {p.dtype for p in net.parameters() if p.requires_grad}
     assert kinds == {torch.float32} and net.trunk.layers[0].linear1.base_layer.weight.dtype == torch.bfloat16
 
 
-def test_weights_alone_learn_in_full_too(net, inputs, tmp_path):
+def test_modules_to_save_may_name_single_weights(net, inputs, tmp_path):
     settings = LoraConfig(lora_r=2, lora_targets=["head"], modules_to_save=["see.bias", "head.0.bias", "head.2.weight"])
     base = copy.deepcopy(net)
     adapt(net, settings)
     adapters = {f"head.0.lora_{side}.default.weight" for side in "AB"}
-    assert learning(net) == adapters | {"see.bias", "head.0.base_layer.bias", "head.2.weight"}
-    save_adapters(stirred(net), tmp_path)
+    assert trainable(net) == adapters | {"see.bias", "head.0.base_layer.bias", "head.2.weight"}
+    save_adapters(randomized(net), tmp_path)
     load_adapters(base, tmp_path)
-    assert torch.equal(base(*inputs), net(*inputs)) and learning(base) == learning(net)
+    assert torch.equal(base(*inputs), net(*inputs)) and trainable(base) == trainable(net)
 
 
 @pytest.mark.parametrize("frozen", ["head.0", "head.0.weight", "head.0.*"])
-def test_what_is_frozen_learns_in_no_way(net, frozen):
+def test_frozen_parts_have_no_adapters_and_no_trainable_weights(net, frozen):
     adapt(
         net, LoraConfig(lora_r=2, lora_targets=["head.0", "linear1"], modules_to_save=["see"]), frozen=[frozen, "see"]
     )
-    layers = {name.partition(".lora_")[0] for name in learning(net)}
+    layers = {name.partition(".lora_")[0] for name in trainable(net)}
     assert layers == {"trunk.layers.0.linear1", "trunk.layers.1.linear1"}
 
 
-def test_a_frozen_bias_leaves_adapters_alone(net):
+def test_a_frozen_bias_does_not_freeze_adapters(net):
     adapt(net, LoraConfig(lora_r=2, lora_targets=["head.0"]), frozen=["head.0.bias"])
-    assert learning(net) == {f"head.0.lora_{side}.default.weight" for side in "AB"}
+    assert trainable(net) == {f"head.0.lora_{side}.default.weight" for side in "AB"}
 
 
 def test_one_step_changes_adapters_and_nothing_else(net, inputs):
     adapt(net, LoraConfig(lora_r=2, modules_to_save=["head.2"]))
-    stirred(net)
+    randomized(net)
     before = copy.deepcopy(net.state_dict())
     net(*inputs).square().sum().backward()
     torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1).step()
     changed = {key for key, value in net.state_dict().items() if not torch.equal(value, before[key])}
-    assert changed == learning(net)
+    assert changed == trainable(net)
 
 
-def test_adapters_count_in_eval_mode_as_in_training(net, inputs):
-    """torch's encoder layers have a short cut for inference that does not call their linear layers."""
+def test_adapters_have_the_same_effect_in_eval_mode_as_in_training(net, inputs):
+    """torch's encoder layers have a fast path for inference that does not call their linear layers."""
     adapt(net, LoraConfig(lora_r=2))
-    stirred(net)
+    randomized(net)
     with torch.no_grad():
-        short = net.eval()(*inputs)
-    torch.testing.assert_close(short, net.train()(*inputs), atol=1e-6, rtol=0)
+        evaluated = net.eval()(*inputs)
+    torch.testing.assert_close(evaluated, net.train()(*inputs), atol=1e-6, rtol=0)
 
 
 def test_dropout_of_adapters_is_off_in_eval_mode(net, inputs):
     adapt(net, LoraConfig(lora_r=2, lora_dropout=0.5))
-    stirred(net).eval()
+    randomized(net).eval()
     assert torch.equal(net(*inputs), net(*inputs))
     net.train()
     assert not torch.equal(net(*inputs), net(*inputs))
 
 
 @pytest.mark.parametrize("targets", [[], ["see", "words", "linear1"]])
-def test_merged_it_is_a_plain_network_with_the_same_outputs(net, inputs, targets):
+def test_merging_gives_a_plain_network_with_the_same_outputs(net, inputs, targets):
     keys = list(net.state_dict())
     adapt(net, LoraConfig(lora_r=2, lora_targets=targets))
-    with_adapters = stirred(net)(*inputs)
+    with_adapters = randomized(net)(*inputs)
     merge(net)
     assert list(net.state_dict()) == keys
     assert (net(*inputs) - with_adapters).abs().max() < 1e-5
@@ -162,30 +162,30 @@ def test_merged_it_is_a_plain_network_with_the_same_outputs(net, inputs, targets
 CONFIG = LoraConfig(lora_r=2, lora_alpha=5, lora_targets=["see", "words", "linear?"], modules_to_save=["head.2"])
 
 
-def test_saved_alone_they_make_the_same_network_of_the_same_base(net, inputs, tmp_path):
+def test_adapters_saved_alone_reproduce_the_network_from_its_base(net, inputs, tmp_path):
     base = copy.deepcopy(net)
     adapt(net, CONFIG)
-    save_adapters(stirred(net), tmp_path)
+    save_adapters(randomized(net), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     adapted = copy.deepcopy(base)
-    # into a network that has none yet, and into one that has others
+    # into a network without adapters, and into one with other adapters
     load_adapters(adapted, tmp_path)
     adapt(base, CONFIG)
     load_adapters(base, tmp_path)
     for again in (adapted, base):
-        assert torch.equal(again(*inputs), net(*inputs)) and learning(again) == learning(net)
+        assert torch.equal(again(*inputs), net(*inputs)) and trainable(again) == trainable(net)
 
 
-def test_plain_peft_opens_them(net, inputs, tmp_path):
+def test_peft_opens_saved_adapters(net, inputs, tmp_path):
     from peft import PeftModel
 
     base = copy.deepcopy(net)
-    # torch's short cut past the adapters
+    # no fast path of torch, which bypasses the adapters
     base.trunk.use_nested_tensor = False
     for layer in base.trunk.layers:
         layer.activation_relu_or_gelu = 0
     adapt(net, CONFIG)
-    save_adapters(stirred(net), tmp_path)
+    save_adapters(randomized(net), tmp_path)
     opened = PeftModel.from_pretrained(base, tmp_path).eval()
     torch.testing.assert_close(opened(*inputs), net(*inputs), atol=1e-6, rtol=0)
     opened.save_pretrained(tmp_path / "peft")
@@ -197,7 +197,7 @@ def test_plain_peft_opens_them(net, inputs, tmp_path):
 
 def test_a_state_dict_loads_back_strictly(net, inputs):
     adapt(net, CONFIG)
-    state = copy.deepcopy(stirred(net).state_dict())
+    state = copy.deepcopy(randomized(net).state_dict())
     torch.manual_seed(9)
     other = Net().eval()
     adapt(other, CONFIG)
@@ -206,7 +206,7 @@ def test_a_state_dict_loads_back_strictly(net, inputs):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"lora_r": 2, "lora_targets": ["linaer1"]},
@@ -225,13 +225,13 @@ def test_a_state_dict_loads_back_strictly(net, inputs):
         ({"lora_dropout": 1.0}, "lora_dropout=1.0"),
     ],
 )
-def test_bad_settings(net, settings, said):
-    with pytest.raises(UserError, match=said):
+def test_bad_settings_are_refused(net, settings, message):
+    with pytest.raises(UserError, match=message):
         adapt(net, LoraConfig(**settings))
 
 
-def test_nothing_that_adapters_name_is_imported(net, tmp_path, monkeypatch):
-    # peft imports such modules; older versions any
+def test_modules_named_in_an_adapter_config_are_not_imported(net, tmp_path, monkeypatch):
+    # peft imports these modules; older versions import any module
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron/core.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -269,14 +269,14 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
         load_adapters(Net(), tmp_path / "elsewhere")
     with pytest.raises(UserError, match="cannot be read as adapters"):
         load_adapters(other, tmp_path / "elsewhere")
-    for config, said in (
+    for config, message in (
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
         ('{"peft_type": "NEW"}', "cannot be read"),
         ('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}', ".*PREFIX_TUNING, expected LORA"),
     ):
         (tmp_path / "adapter_config.json").write_text(config)
-        with pytest.raises(UserError, match=f"the adapter_config.json in '{tmp_path}' {said}"):
+        with pytest.raises(UserError, match=f"the adapter_config.json in '{tmp_path}' {message}"):
             load_adapters(Net(), tmp_path)
     with pytest.raises(UserError, match="already has LoRA adapters"):
         adapt(other, CONFIG)
@@ -284,7 +284,7 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(net, tmp_path):
         adapter_weights(Net())
 
 
-def test_of_two_weights_that_are_one_a_file_may_have_one(tmp_path):
+def test_a_file_may_hold_one_of_two_tied_weights(tmp_path):
     def tied() -> nn.ModuleDict:
         pair = nn.ModuleDict({"words": nn.Linear(4, 4, bias=False), "last": nn.Linear(4, 4, bias=False)})
         pair["last"].weight = pair["words"].weight
@@ -294,7 +294,7 @@ def test_of_two_weights_that_are_one_a_file_may_have_one(tmp_path):
     net, other = tied(), tied()
     adapt(net, settings)
     adapt(other, settings)
-    save_adapters(stirred(net), tmp_path)
+    save_adapters(randomized(net), tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     weights = load_file(file)
     del weights["base_model.model.pair.last.weight"]
@@ -304,7 +304,7 @@ def test_of_two_weights_that_are_one_a_file_may_have_one(tmp_path):
     assert other["pair"]["last"].weight is other["pair"]["words"].weight
 
 
-def test_weights_of_a_plain_run_go_beside_new_adapters(tmp_path):
+def test_weights_without_adapters_load_into_a_model_with_new_adapters(tmp_path):
     from safetensors.torch import save_file
 
     from sparring.runs.checkpoint import CheckpointError
@@ -326,7 +326,7 @@ def test_weights_of_a_plain_run_go_beside_new_adapters(tmp_path):
     assert len(new.split(", ")) == 4 and all("lora_" in name for name in new.split(", "))
     x = torch.randn(5, 3)
     torch.testing.assert_close(adapted(x), plain(x))
-    # one with adapters of its own brings them along, strictly
+    # a file that has adapters must have all of them
     both = {name: w.clone() for name, w in adapted.state_dict().items()}
     del both["0.lora_A.default.weight"]
     save_file(both, file)

@@ -1,4 +1,4 @@
-"""Deciding beside a cache that stays where it is: as the network does it. Kernels are played by plain torch."""
+"""The forward pass with a preallocated cache equals that of the network. Plain torch stands in for the kernels."""
 
 import importlib.util
 import json
@@ -18,8 +18,8 @@ from sparring.policies.native.hopper import forward
 from sparring.policies.native.hopper.forward import Cache, HopperForward
 from sparring.policies.native.hopper.graphs import ActingGraphs
 
-CUT = {"width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}
-# tiles for up to so many tokens (or those of many), and precision
+SIZES = {"width": 64, "mlp": 128, "expert_width": 64, "expert_mlp": 128, "head_dim": 32}
+# the tiles' largest number of tokens (`many`: no limit, code for many tokens) and the precision
 TOLERANCES = {"64 fp16": 5e-3, "inf fp16": 5e-3, "many fp16": 5e-3, "inf fp32": 1e-5, "many fp32": 1e-5}
 
 
@@ -39,73 +39,73 @@ def make_steps(model, room=9):
 
 
 @pytest.mark.parametrize(("memory", "shared"), [(False, 1), (True, 2)])
-def test_a_step_is_what_the_network_does(plain_launches, few_and_many, memory, shared):
-    model, inputs = make_model(**CUT, kv_heads=shared, memory_size=3 if memory else 0), make_inputs(memory=memory)
+def test_prefix_and_velocity_equal_those_of_the_network(plain_launches, few_and_many, memory, shared):
+    model, inputs = make_model(**SIZES, kv_heads=shared, memory_size=3 if memory else 0), make_inputs(memory=memory)
     own, plain = make_steps(model), model.prefix(inputs)
     cache = own.prefix(inputs)
     torch.testing.assert_close(cache.features, plain.features)
-    # again and again: what a step leaves in the cache does not matter to the next, nor do other chunks' lengths
+    # repeated: a step does not depend on what earlier ones, or chunks of other lengths, left in the cache
     for seed, horizon in enumerate((7, 3, 7)):
         generator = torch.Generator().manual_seed(seed)
         x, t = torch.randn(3, horizon, 8, generator=generator), torch.rand(3, generator=generator)
         torch.testing.assert_close(own.velocity(x, t, cache), model.velocity(x, t, plain))
 
 
-def test_pictures_are_seen_as_usual():
+def test_images_are_encoded_as_by_the_network():
     vision = make_model(image_size=30, patch_size=6, vision_heads=4).vision
     images = torch.rand(3, 3, 30, 30)
     seen = forward._encode_images(vision, images, torch.float32, doubles_launches.Kernels.gelu_product)
     torch.testing.assert_close(seen, vision(images, torch.float32))
 
 
-def test_without_pictures_words_are_enough(plain_launches):
-    model, inputs = make_model(**CUT), make_inputs(cameras=0)
+def test_the_prefix_needs_no_images(plain_launches):
+    model, inputs = make_model(**SIZES), make_inputs(cameras=0)
     torch.testing.assert_close(make_steps(model).prefix(inputs).features, model.prefix(inputs).features)
 
 
-def test_products_are_cut_where_their_last_tiles_would_keep_few_units_busy():
+def test_products_are_split_if_their_last_tiles_occupy_few_processors():
     # 68 x 8 tiles on 132 units: four full rounds, and 16 tiles more
     assert forward._full_rows(8704, 2048, processors=132) == 8448
     assert forward._full_rows(8448, 2048, processors=132) == 8448
-    # the rest would not be little
+    # the remainder is not small
     assert forward._full_rows(8000, 2048, processors=132) == 8000
     assert forward._full_rows(544, 2048, processors=132) == 544
 
 
-def test_rows_that_are_cut_are_all_added_to(plain_launches, monkeypatch):
+def test_split_products_cover_all_rows(plain_launches, monkeypatch):
     monkeypatch.setattr(forward, "_full_rows", lambda rows, width, units: rows - 4)
-    model = make_model(**CUT | {"mlp": 192})
+    model = make_model(**SIZES | {"mlp": 192})
     torch.testing.assert_close(make_steps(model).prefix(make_inputs()).features, model.prefix(make_inputs()).features)
 
 
-def test_a_chunk_that_has_no_room_is_refused(plain_launches):
-    own = make_steps(make_model(**CUT), room=5)
+def test_a_chunk_longer_than_the_cache_is_refused(plain_launches):
+    own = make_steps(make_model(**SIZES), room=5)
     with pytest.raises(ValueError, match="6 tokens, but the cache has room for 5"):
         own.velocity(torch.randn(3, 5, 8), torch.rand(3), own.prefix(make_inputs()))
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_policy_acts_the_same(plain_launches, greedy):
-    plain, policy = make_native(method="flow_noise", **CUT), make_native(method="flow_noise", **CUT)
+def test_a_policy_acts_the_same_with_kernels(plain_launches, greedy):
+    plain, policy = make_native(method="flow_noise", **SIZES), make_native(method="flow_noise", **SIZES)
     fast = ActingGraphs(policy.model, policy.sampling_steps, False, False, record=Replayed, kernels=True, room=6)
     policy._acting_graphs = lambda robots: fast
     for seed in range(2):
         seen = Env(Instructed(3)).reset(seed).select("observation")
         size = plain.start_size if greedy else plain.noise_size
         seen["start" if greedy else "noise"] = torch.rand(3, size).clamp(0.01, 0.99)
-        expected, done = plain.act(seen.clone()), policy.act(seen.clone())
-        torch.testing.assert_close(done["action"], expected["action"])
+        expected, acted = plain.act(seen.clone()), policy.act(seen.clone())
+        torch.testing.assert_close(acted["action"], expected["action"])
         if not greedy:
             assert isinstance(fast._cached, Cache)
-            torch.testing.assert_close(done["value"], expected["value"])
-            torch.testing.assert_close(done["trace", "mean"], expected["trace", "mean"])
+            torch.testing.assert_close(acted["value"], expected["value"])
+            torch.testing.assert_close(acted["trace", "mean"], expected["trace", "mean"])
 
 
-def test_networks_that_kernels_cannot_run_do_without(plain_launches):
-    assert HopperForward.can_run(make_model(**CUT))
-    # tiles of 64 do not fit in, nor does what an adapter adds
+def test_networks_that_the_kernels_do_not_support_run_without_them(plain_launches):
+    assert HopperForward.can_run(make_model(**SIZES))
+    # widths must be multiples of 64; adapters are not supported
     assert not HopperForward.can_run(make_model())
-    adapted = make_native(lora_r=2, **CUT).model
+    adapted = make_native(lora_r=2, **SIZES).model
     assert not HopperForward.can_run(adapted)
     fast = ActingGraphs(adapted, 4, False, False, record=Replayed, kernels=True)
     inputs, noise = make_inputs(), torch.randn(3, 4, 8)
@@ -113,14 +113,14 @@ def test_networks_that_kernels_cannot_run_do_without(plain_launches):
     assert not isinstance(fast.prefix(inputs), Cache)
 
 
-def test_kernels_are_for_gpus():
+def test_kernels_need_a_gpu():
     assert not forward._has_hopper(torch.zeros(1, dtype=torch.bfloat16)) and not HopperForward.can_run(
-        make_model(**CUT)
+        make_model(**SIZES)
     )
 
 
-def test_nothing_breaks_the_graph_that_is_compiled(plain_launches):
-    model, inputs = make_model(**CUT), make_inputs()
+def test_compilation_has_no_graph_break(plain_launches):
+    model, inputs = make_model(**SIZES), make_inputs()
     compiled = HopperForward(model, 9, lambda function: torch.compile(function, backend="eager", fullgraph=True))
     x, t = torch.randn(3, 4, 8), torch.rand(3)
     with torch.no_grad():
@@ -129,9 +129,9 @@ def test_nothing_breaks_the_graph_that_is_compiled(plain_launches):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_kernels_do_what_the_network_does():
+def test_interpreted_kernels_agree_with_the_network():
     here = Path(__file__).parents[1] / "doubles"
-    # before triton is imported: a process of its own
+    # read when triton is imported: needs a new process
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     run = subprocess.run(
@@ -148,7 +148,7 @@ def test_kernels_do_what_the_network_does():
     reason="needs a GPU of Hopper's generation",
 )
 @pytest.mark.parametrize("robots", [1, 3, 40, 80])
-def test_on_a_gpu_kernels_give_the_same(robots):
+def test_on_a_gpu_kernels_agree_with_the_network(robots):
     model = make_model(width=128, mlp=256, expert_width=128, expert_mlp=256, head_dim=64).cuda().bfloat16()
     inputs = type(make_inputs())(
         *(None if x is None else x.cuda() for x in make_inputs(robots, lengths=tuple(i % 7 + 1 for i in range(robots))))

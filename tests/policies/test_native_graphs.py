@@ -1,4 +1,4 @@
-"""Acting by graphs: the same actions, by the weights of now. What a CUDA graph does is played by a double."""
+"""Acting with CUDA graphs: the same actions, from the current weights. A double stands in for the CUDA graph."""
 
 import copy
 
@@ -13,19 +13,19 @@ from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.policies.native.hopper.graphs import ActingGraphs
 
-# setting the flags below makes torch speak of GPUs that are not there
+# setting the flags below makes torch warn of missing GPUs
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")
 
 
 @pytest.fixture(autouse=True)
 def plain_bf16(request):
-    """No bf16 kernels of the CPU's own: how they round differs between CPUs, and between batch sizes."""
+    """Disable oneDNN's bf16 kernels: their rounding differs between CPUs and between batch sizes."""
     with torch.backends.mkldnn.flags(enabled="bf16" not in request.node.name):
         yield
 
 
 class Replayed:
-    """Like a CUDA graph: the same buffers in every call, and what was recorded is done again with what is in them."""
+    """Like a CUDA graph: every call copies its inputs into the same buffers and repeats the recorded function."""
 
     def __init__(self, function, tensors):
         self.function, self.inputs = function, [tensor.clone() for tensor in tensors]
@@ -61,7 +61,7 @@ def make_fast(policy):
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_it_does_the_same(greedy):
+def test_graphs_act_like_the_network(greedy):
     plain, fast = make_native(method="flow_noise"), make_fast(make_native(method="flow_noise"))
     for seed in range(3):
         seen = Env(Instructed(3)).reset(seed).select("observation")
@@ -69,14 +69,14 @@ def test_it_does_the_same(greedy):
             seen["start"] = torch.rand(3, plain.start_size).clamp(0.01, 0.99)
         else:
             seen["noise"] = torch.rand(3, plain.noise_size).clamp(0.01, 0.99)
-        expected, done = plain.act(seen.clone()), fast.act(seen.clone())
-        torch.testing.assert_close(done["action"], expected["action"])
+        expected, acted = plain.act(seen.clone()), fast.act(seen.clone())
+        torch.testing.assert_close(acted["action"], expected["action"])
         if not greedy:
-            torch.testing.assert_close(done["value"], expected["value"])
-            torch.testing.assert_close(done["trace", "mean"], expected["trace", "mean"])
+            torch.testing.assert_close(acted["value"], expected["value"])
+            torch.testing.assert_close(acted["trace", "mean"], expected["trace", "mean"])
 
 
-def test_greedy_without_a_start_it_starts_in_the_middle():
+def test_greedy_without_a_start_graphs_act_like_the_network():
     seen = Env(Instructed(3)).reset(0).select("observation")
     torch.testing.assert_close(
         make_fast(make_native()).act(seen.clone())["action"], make_native().act(seen.clone())["action"]
@@ -85,7 +85,7 @@ def test_greedy_without_a_start_it_starts_in_the_middle():
 
 @pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.02)])
-def test_what_it_did_fast_is_scored_as_usual(precision, tolerance, memory):
+def test_actions_from_graphs_pass_the_gate(precision, tolerance, memory):
     env = Env(Instructed(4))
     policy = make_fast(make_native(env.spec, precision=precision, memory_size=memory))
     buffer = RolloutBuffer(64)
@@ -93,7 +93,7 @@ def test_what_it_did_fast_is_scored_as_usual(precision, tolerance, memory):
     gate(policy, buffer).check(tolerance)
 
 
-def test_copies_follow_what_learns_and_what_is_loaded():
+def test_weight_copies_follow_updates_and_loading():
     policy, buffer = rollout_of_native(num_envs=4, precision="bf16")
     make_fast(policy)
     seen = Env(Instructed(3)).reset(0).select("observation")
@@ -104,7 +104,7 @@ def test_copies_follow_what_learns_and_what_is_loaded():
 
     assert agrees()
     before = policy.act(seen.clone())["action"]
-    # an algorithm's step: the values change behind autograd's back
+    # an optimiser step: the values change without a new version in autograd
     policy.evaluate(buffer.get()[:4])["log_prob"].sum().backward()
     policy.model.action_out.weight.data.add_(0.1)
     assert agrees() and not torch.equal(before, policy.act(seen.clone())["action"])
@@ -114,7 +114,7 @@ def test_copies_follow_what_learns_and_what_is_loaded():
     assert agrees()
 
 
-def test_weights_are_read_where_they_are_if_they_can_be():
+def test_only_weights_of_another_precision_are_copied():
     model = make_model()
     assert fast_of(model)._copies == []
     copied = {id(weight) for _, weight in fast_of(model, half=True)._copies}
@@ -133,11 +133,11 @@ def test_weights_are_read_where_they_are_if_they_can_be():
         "time_out",
         "action_out",
     }
-    # what learns goes on in fp32
+    # trainable weights stay in fp32
     assert all(weight.dtype == torch.float32 for weight in frozen.parameters() if weight.requires_grad)
 
 
-def test_moved_weights_are_noticed():
+def test_weights_in_new_memory_invalidate_the_graphs():
     model = make_model()
     fast = fast_of(model)
     assert fast.is_valid()
@@ -160,7 +160,7 @@ def test_a_copy_of_a_policy_has_no_graphs():
     assert copy.deepcopy(policy)._graphs is None and policy._graphs is not None
 
 
-def test_it_is_for_gpus():
+def test_fast_needs_a_gpu():
     policy = make_native(fast=True)
     seen = Env(Instructed(3)).reset(0).select("observation")
     with pytest.raises(UserError, match="policy.fast=true needs a GPU, but the policy is on cpu"):
@@ -168,7 +168,7 @@ def test_it_is_for_gpus():
     assert make_native(precision="bf16")._acting_graphs(3) is None
 
 
-def test_nothing_breaks_the_graph_that_is_compiled():
+def test_compilation_has_no_graph_break():
     model, inputs = make_model(), make_inputs()
     x, t = torch.randn(3, 4, 8), torch.rand(3)
     prefix = torch.compile(model.prefix, backend="eager", fullgraph=True)
@@ -179,7 +179,7 @@ def test_nothing_breaks_the_graph_that_is_compiled():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_graphs_give_the_same(compiled):
+def test_on_a_gpu_graphs_agree_with_the_network(compiled):
     model = make_model().cuda().bfloat16()
     inputs = type(make_inputs())(*(None if x is None else x.cuda() for x in make_inputs()))
     noise = torch.randn(3, 4, 8, device="cuda")

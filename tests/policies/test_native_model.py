@@ -1,4 +1,4 @@
-"""The native VLA's network: who sees whom, the cache, its sizes, and equality with transformers' pi0."""
+"""The native VLA's network: attention, the cache, its sizes, and equality with transformers' pi0."""
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from sparring.policies.native.model import NativeModel, attend
 from sparring.policies.native.policy import NativeVLA, _FileTokenizer
 from sparring.policies.weights import load_strictly
 
-# ---- who sees whom
+# ---- attention
 
 
-def test_attention_is_that_of_each_head_with_the_keys_it_shares():
+def test_attention_equals_attention_per_head_with_shared_keys():
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     seen = torch.tensor([[True] * 5, [True, True, False, True, False]])
@@ -32,8 +32,8 @@ def test_attention_is_that_of_each_head_with_the_keys_it_shares():
             torch.testing.assert_close(out[row, :, head], expected)
 
 
-def test_the_prefix_knows_nothing_of_actions_and_actions_of_all():
-    """Each token is moved in turn; who changes with it saw it."""
+def test_each_token_attends_to_the_documented_tokens():
+    """Each input is changed in turn; the tokens that change with it attend to it."""
     model, inputs = make_model(memory_size=3), make_inputs(memory=True)
     x, t = torch.randn(3, 4, 8), torch.full((3,), 0.5)
     with torch.no_grad():
@@ -46,22 +46,22 @@ def test_the_prefix_knows_nothing_of_actions_and_actions_of_all():
             other = model.prefix(moved)
             difference = (other.values[:, -1, 0, : 8 + 7 + 2] - last).abs().amax(-1)
             expert_only = name in ("state", "memory")
-            # images and words see neither state nor memory; state and memory see everything
+            # images and words attend to neither state nor memory; state and memory attend to everything
             assert (difference[:, :8].max() == 0) == expert_only
             assert difference[:, 15:].min() > 1e-6
             assert (model.velocity(x, t, other) - velocity).abs().amax(2).min() > 1e-7
-        # every action sees every other
+        # every action attends to every other
         for step in range(4):
             nudged = x.clone()
             nudged[:, step] += 1
             assert (model.velocity(nudged, t, prefix) - velocity).abs().amax(2).min() > 1e-7
 
 
-def test_what_is_attended_to_is_filled_up_unseen():
+def test_keys_are_padded_to_a_multiple_of_8_and_the_padding_is_masked():
     model, inputs = make_model(), make_inputs()
     with torch.no_grad():
         prefix = model.prefix(inputs)
-        # 8 patches, 7 words, the state: 16; another word makes it 24
+        # 8 patches, 7 words, the state: 16; one more word makes 17, padded to 24
         longer = inputs._replace(
             tokens=torch.cat([inputs.tokens, inputs.tokens[:, :1]], 1), text=torch.ones(3, 8, dtype=torch.bool)
         )
@@ -86,7 +86,7 @@ def test_padding_of_a_text_changes_nothing(more):
         prefix, padded = model.prefix(inputs), model.prefix(longer)
         torch.testing.assert_close(padded.features, prefix.features)
         torch.testing.assert_close(model.sample(longer, noise, 4), model.sample(inputs, noise, 4))
-        # and what stands in the padding neither
+        # nor do the tokens in the padding
         other = inputs._replace(tokens=torch.where(inputs.text, inputs.tokens, 5))
         torch.testing.assert_close(model.sample(other, noise, 4), model.sample(inputs, noise, 4))
 
@@ -105,7 +105,7 @@ def test_a_state_and_actions_are_padded_with_zeros():
 # ---- the cache
 
 
-def test_several_states_in_one_pass_are_as_one_by_one():
+def test_denoising_several_states_in_one_pass_equals_one_by_one():
     policy = NativeVLA(NativeVLAConfig(), Instructed(1).spec, 4).eval()
     shake(policy.model)
     _, prefix = policy.encode(Env(Instructed(3)).reset(0))
@@ -118,7 +118,7 @@ def test_several_states_in_one_pass_are_as_one_by_one():
         torch.testing.assert_close(at_once[rows, 1], policy.denoise(x[rows, 1], t[rows, 1], prefix[rows]))
 
 
-def test_features_are_the_mean_of_what_became_of_images_and_words():
+def test_features_are_the_mean_of_the_outputs_of_images_and_words():
     model, inputs = make_model(), make_inputs()
     hidden = []
     model.trunk_norm.register_forward_hook(lambda _, inputs, output: hidden.append(output))
@@ -135,7 +135,7 @@ def test_features_are_the_mean_of_what_became_of_images_and_words():
 @pytest.mark.parametrize(
     ("preset", "least", "most"), [("tiny", 1e6, 3e6), ("small", 50e6, 100e6), ("pi0", 3.2e9, 3.3e9)]
 )
-def test_presets_have_the_size_they_say(preset, least, most):
+def test_presets_have_the_documented_size(preset, least, most):
     with torch.device("meta"):
         model = NativeModel(PRESETS[preset])
     assert least <= sum(weight.numel() for weight in model.parameters()) <= most
@@ -149,8 +149,8 @@ def pi0_of(model):
     return to_transformers(model)
 
 
-def asked(pi0, inputs, vocabulary):
-    """The same inputs for transformers."""
+def pi0_inputs(pi0, inputs, vocabulary):
+    """The same inputs in the format of transformers."""
     batch, cameras = inputs.images.shape[:2]
     patches = cameras * (SIZES.image_size // SIZES.patch_size) ** 2
     tokens = torch.cat([torch.full((batch, patches), vocabulary), torch.where(inputs.text, inputs.tokens, 0)], 1)
@@ -167,12 +167,12 @@ def asked(pi0, inputs, vocabulary):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_transformers_pi0_does_the_same(dtype, tolerance):
+def test_transformers_pi0_gives_the_same_actions(dtype, tolerance):
     model, inputs = make_model(), make_inputs()
     pi0 = pi0_of(model.to(dtype))
     pi0.config.chunk_size = 4
     noise, t = torch.randn(3, 4, 8), torch.tensor([1.0, 0.4, 0.1])
-    given = asked(pi0, inputs, 300)
+    given = pi0_inputs(pi0, inputs, 300)
     with torch.no_grad():
         velocity = model.velocity(noise, t, model.prefix(inputs))
         expected = pi0(noise=noise.to(dtype), timestep=t, **given).logits.float()
@@ -183,7 +183,7 @@ def test_transformers_pi0_does_the_same(dtype, tolerance):
         assert (actions - expected).abs().max() < tolerance * expected.abs().max()
 
 
-def test_there_and_back_nothing_is_lost(tmp_path):
+def test_conversion_to_pi0_and_back_keeps_all_weights(tmp_path):
     model = make_model()
     pi0 = pi0_of(model)
     for source in (pi0, tmp_path):
@@ -193,14 +193,14 @@ def test_there_and_back_nothing_is_lost(tmp_path):
         assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
-def test_of_several_precisions_none_is_lost():
+def test_conversion_keeps_weights_of_mixed_precision():
     model = make_model()
     model.vision.bfloat16()
     weights, _ = _from_transformers(pi0_of(model))
     assert all(torch.equal(weights[name], value.float()) for name, value in model.state_dict().items())
 
 
-def test_adapters_are_folded_in_before_anything_is_written(tmp_path):
+def test_a_model_with_adapters_is_not_written_until_they_are_merged(tmp_path):
     pytest.importorskip("peft")
     model, inputs = make_model(), make_inputs()
     adapt(model, LoraConfig(lora_r=2))
@@ -217,7 +217,7 @@ def test_adapters_are_folded_in_before_anything_is_written(tmp_path):
     torch.testing.assert_close(again.features(inputs), before, atol=1e-4, rtol=1e-4)
 
 
-def test_a_folder_of_transformers_becomes_a_policy(tmp_path):
+def test_a_checkpoint_of_transformers_loads_as_a_policy(tmp_path):
     model = make_model()
     pi0_of(model).save_pretrained(tmp_path)
     spec = Instructed(1).spec
@@ -228,7 +228,7 @@ def test_a_folder_of_transformers_becomes_a_policy(tmp_path):
     assert torch.equal(policy.model.expert[1].gate_up.weight, model.expert[1].gate_up.weight)
 
 
-def test_a_pi0_that_is_made_differently_is_refused():
+def test_a_pi0_with_other_constants_is_refused():
     pi0 = pi0_of(make_model())
     pi0.config.max_period = 5.0
     with pytest.raises(UserError, match="max_period is 5.0, expected 4.0"):
@@ -237,7 +237,7 @@ def test_a_pi0_that_is_made_differently_is_refused():
         to_transformers(make_model(memory_size=3))
 
 
-# ---- words
+# ---- tokenizers
 
 
 def test_bytes_are_tokens():
@@ -260,7 +260,7 @@ def test_a_tokenizer_of_a_checkpoint_is_read(tmp_path):
         assert tokenizer("push it") == [0, 1, 2, 3] and tokenizer.vocabulary == 5
     policy = NativeVLA(NativeVLAConfig(tokenizer=str(tmp_path)), Instructed(1).spec, 4)
     assert policy.encoder.instructions.ids[1, :4].tolist() == [0, 1, 2, 3]
-    # it travels with weights that are saved
+    # it is saved with the weights
     save_model(make_model(), tmp_path / "saved", tokenizer=tmp_path)
     policy = NativeVLA(NativeVLAConfig(model_path=str(tmp_path / "saved")), Instructed(1).spec, 4)
     assert policy.encoder.instructions.ids[1, :4].tolist() == [0, 1, 2, 3]

@@ -1,11 +1,11 @@
-"""The native VLA as a policy: parity, imitation, checkpoints, and what it refuses."""
+"""The native VLA as a policy: parity, imitation, checkpoints and errors."""
 
 import json
 
 import pytest
 import torch
 from doubles_native import SMALL, Instructed, make_native, rollout_of_native
-from parity_cases import DIMS, METHODS, STATE, Drifting, gate
+from parity_cases import DIMS, METHODS, STATE, RandomEnv, gate
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
@@ -21,16 +21,16 @@ from sparring.policies.native.config import NativeVLAConfig
 from sparring.policies.native.policy import NativeVLA
 from sparring.policies.policy import make_policy
 
-# ---- what it scores is what it did
+# ---- the parity gate
 
 
-# setting the flags below makes torch speak of GPUs that are not there
+# setting the flags below makes torch warn of missing GPUs
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")
 
 
 @pytest.fixture(autouse=True)
 def plain_bf16(request):
-    """No bf16 kernels of the CPU's own: how they round differs between CPUs, and between batch sizes."""
+    """Disable oneDNN's bf16 kernels: their rounding differs between CPUs and between batch sizes."""
     with torch.backends.mkldnn.flags(enabled="bf16" not in request.node.name):
         yield
 
@@ -42,7 +42,7 @@ def test_every_method_passes_the_gate(method):
 
 
 @pytest.mark.parametrize("num_envs", [1, 16])
-def test_however_many_robots_act_at_once(num_envs):
+def test_the_gate_passes_with_one_robot_and_with_many(num_envs):
     gate(*rollout_of_native(num_envs)).check(1e-4)
 
 
@@ -58,7 +58,7 @@ def test_in_bf16_the_drift_is_within_the_documented_tolerance(method):
     assert policy.encode(flat[:2])[1]["keys"].dtype == torch.bfloat16
 
 
-def test_an_update_learns_and_leaves_what_is_frozen():
+def test_an_update_changes_all_but_frozen_weights():
     policy, buffer = rollout_of_native(frozen=("vision.*", "words.weight"))
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     PPO(PPOConfig(mini_batch_size=64, ppo_epochs=1), policy).update(buffer.rollout())
@@ -70,9 +70,9 @@ def test_an_update_learns_and_leaves_what_is_frozen():
 
 
 @pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
-@pytest.mark.parametrize("backend", [Instructed, Drifting])
-def test_all_that_learns_has_a_gradient(method, backend):
-    """What has none would be moved by the weight decay of imitation alone."""
+@pytest.mark.parametrize("backend", [Instructed, RandomEnv])
+def test_every_trainable_weight_has_a_gradient(method, backend):
+    """Weight decay alone would change a weight without a gradient in imitation."""
     env = Env(backend(2))
     policy, buffer = make_native(env.spec, method=method, memory_size=3), RolloutBuffer(4)
     Collector(env, policy, seed=0, chunk=4).collect(buffer)
@@ -84,7 +84,7 @@ def test_all_that_learns_has_a_gradient(method, backend):
     assert last_layer_learns == (method == "flow_noise") and policy.model.trunk[-1].qkv.weight.requires_grad
 
 
-def test_frozen_weights_are_kept_in_bf16_where_that_is_computed_in():
+def test_with_bf16_precision_frozen_weights_are_bf16():
     policy = make_native(precision="bf16", frozen=("trunk.*",))
     types = {name: weight.dtype for name, weight in policy.model.named_parameters()}
     assert types["trunk.0.qkv.weight"] == torch.bfloat16 and types["expert.0.qkv.weight"] == torch.float32
@@ -102,30 +102,30 @@ def test_the_critic_does_not_shape_the_network():
         assert policy.critic.output.weight.grad.abs().max() > 0
 
 
-# ---- what it sees
+# ---- inputs
 
 
-def test_everything_that_is_shown_matters():
+def test_actions_depend_on_every_input():
     policy = make_native()
-    seen = Env(Instructed(3)).reset(0).select("observation")
-    action = policy.act(seen.clone())["action"]
+    observed = Env(Instructed(3)).reset(0).select("observation")
+    action = policy.act(observed.clone())["action"]
     for key, other in (
         (("observation", "image", "head"), lambda x: 255 - x),
         (("observation", "image", "wrist"), lambda x: 255 - x),
         (("observation", "state"), lambda x: x + 1),
         (("observation", "task"), lambda x: (x + 1) % 3),
     ):
-        changed = seen.clone()
+        changed = observed.clone()
         changed[key] = other(changed[key])
         assert (policy.act(changed)["action"] - action).abs().amax((1, 2)).min() > 1e-4, key
 
 
-def test_an_env_may_show_a_state_only_or_not_even_that():
-    policy = make_native(Drifting(1).spec)
-    seen = Env(Drifting(4)).reset(0).select("observation")
-    assert policy.act(seen)["action"].shape == (4, 4, DIMS)
+def test_an_env_may_have_a_state_only_or_an_image_only():
+    policy = make_native(RandomEnv(1).spec)
+    observed = Env(RandomEnv(4)).reset(0).select("observation")
+    assert policy.act(observed)["action"].shape == (4, 4, DIMS)
     # <begin> and the state
-    assert policy.encode(seen)[1]["mask"].sum(1).tolist() == [2] * 4
+    assert policy.encode(observed)[1]["mask"].sum(1).tolist() == [2] * 4
     camera = EnvSpec({"image/head": ((3, 32, 32), "uint8")}, DIMS)
     policy = NativeVLA(NativeVLAConfig(**SMALL), camera, 1)
     td = TensorDict({"observation": {"image": {"head": torch.zeros(2, 3, 32, 32, dtype=torch.uint8)}}}, [2])
@@ -143,18 +143,18 @@ def test_images_are_resized_and_scaled():
     torch.testing.assert_close(encoder._scaled(same), same.float() / 127.5 - 1)
 
 
-def test_a_memory_becomes_a_token_where_there_is_one():
+def test_a_memory_adds_a_token_to_the_prefix():
     policy = make_native(memory_size=5)
-    seen = Env(Instructed(3)).reset(0).select("observation")
-    without = policy.act(seen.clone())["action"]
+    observed = Env(Instructed(3)).reset(0).select("observation")
+    without = policy.act(observed.clone())["action"]
     # [B, 5]
     memory = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    told = seen.clone().set(("memory", "policy"), memory)
-    _, prefix = policy.encode(told)
+    with_memory = observed.clone().set(("memory", "policy"), memory)
+    _, prefix = policy.encode(with_memory)
     # 2 cameras of 4 patches, <begin> and 13 bytes, the state, the memory
     assert prefix["mask"].sum(1).tolist() == [8 + 14 + 2, 8 + 8 + 2, 8 + 1 + 2]
-    action = policy.act(told.clone())["action"]
-    other = policy.act(told.clone().set(("memory", "policy"), memory + 1))["action"]
+    action = policy.act(with_memory.clone())["action"]
+    other = policy.act(with_memory.clone().set(("memory", "policy"), memory + 1))["action"]
     assert (action - without).abs().max() > 1e-4 and (action - other).abs().max() > 1e-4
     assert ("memory", "policy") in policy.in_keys and ("memory", "policy") not in make_native().in_keys
 
@@ -163,16 +163,16 @@ def test_a_memory_becomes_a_token_where_there_is_one():
 
 
 def test_imitation_overfits_two_samples():
-    """Two instructions, the same sight: what to do is told by words alone."""
+    """Two instructions with the same images and state: the words alone determine the action."""
     spec = Instructed(2).spec
     torch.manual_seed(0)
     policy = NativeVLA(NativeVLAConfig(**SMALL, normalize_actions=False, sampling_steps=10), spec, 2)
-    seen = Env(Instructed(2)).reset(0).select("observation")
+    observed = Env(Instructed(2)).reset(0).select("observation")
     for name in (("image", "head"), ("image", "wrist"), ("state",)):
-        seen["observation", *name][1] = seen["observation", *name][0]
+        observed["observation", *name][1] = observed["observation", *name][0]
     action = torch.tensor([[[0.5, -0.5, 0.2]] * 2, [[-0.5, 0.5, 0.4]] * 2])
-    batch = seen.clone().update({"action": action, "valid": torch.ones(2, 2, dtype=torch.bool)})
-    # several noises of each
+    batch = observed.clone().update({"action": action, "valid": torch.ones(2, 2, dtype=torch.bool)})
+    # several noises for each sample
     many = batch.repeat_interleave(8, 0)
     optimizer, generator = torch.optim.Adam(policy.parameters(), 3e-3), torch.Generator().manual_seed(0)
     for _ in range(150):
@@ -180,8 +180,8 @@ def test_imitation_overfits_two_samples():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert (policy.act(seen.clone())["action"] - action).abs().max() < 0.1
-    swapped = seen.clone()
+    assert (policy.act(observed.clone())["action"] - action).abs().max() < 0.1
+    swapped = observed.clone()
     swapped["observation", "task"] = swapped["observation", "task"].flip(0)
     assert (policy.act(swapped)["action"] - action.flip(0)).abs().max() < 0.1
 
@@ -189,18 +189,18 @@ def test_imitation_overfits_two_samples():
 # ---- checkpoints
 
 
-def test_saved_and_loaded_it_does_the_same(tmp_path):
+def test_a_loaded_policy_acts_like_the_saved_one(tmp_path):
     policy = make_native()
     save_model(policy.model, tmp_path)
     torch.manual_seed(1)
     loaded = NativeVLA(NativeVLAConfig(model_path=str(tmp_path)), Instructed(1).spec, 4).eval()
     loaded.actions.load_state_dict(policy.actions.state_dict())
     loaded.encoder.load_state_dict(policy.encoder.state_dict())
-    seen = Env(Instructed(3)).reset(0).select("observation")
-    assert torch.equal(policy.act(seen.clone())["action"], loaded.act(seen.clone())["action"])
+    observed = Env(Instructed(3)).reset(0).select("observation")
+    assert torch.equal(policy.act(observed.clone())["action"], loaded.act(observed.clone())["action"])
 
 
-def test_a_memory_may_be_new(tmp_path):
+def test_a_memory_can_be_added_to_a_checkpoint_but_not_removed(tmp_path):
     save_model(make_native().model, tmp_path)
     policy = NativeVLA(NativeVLAConfig(model_path=str(tmp_path), memory_size=3), Instructed(1).spec, 4)
     assert policy.model.memory_in.in_features == 3
@@ -209,17 +209,17 @@ def test_a_memory_may_be_new(tmp_path):
         NativeVLA(NativeVLAConfig(model_path=str(tmp_path)), Instructed(1).spec, 4)
 
 
-def test_it_is_chosen_by_name():
+def test_the_policy_is_chosen_by_name():
     config = load_config({"policy": {"name": "native_vla", "layers": 1}})
     policy = make_policy(config.policy, Instructed(1).spec, 4)
     assert isinstance(policy, NativeVLA) and len(policy.model.trunk) == 1
 
 
-# ---- what it refuses
+# ---- errors
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"frozen": ("eyes.*",)}, r"policy.frozen: 'eyes.\*' matches no part of the model; it has vision, "),
         ({"lora_targets": ("vision",)}, "policy.lora_targets=.* has no effect without LoRA; set policy.lora_r"),
@@ -235,8 +235,8 @@ def test_it_is_chosen_by_name():
         ({"horizon": 2}, "horizon=2 is shorter"),
     ],
 )
-def test_what_cannot_be_is_said(wrong, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_settings_are_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
         NativeVLA(NativeVLAConfig(**SMALL | wrong), Instructed(1).spec, 4)
 
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"patch_size": 0}, "policy.patch_size=0: expected a whole number above 0"),
         ({"width": "a"}, "policy.width='a': expected a whole number above 0"),
@@ -277,15 +277,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         ([], "holds a list, expected names with values"),
     ],
 )
-def test_sizes_that_cannot_be_are_told_with_their_folder(tmp_path, change, said):
+def test_invalid_sizes_in_a_checkpoint_are_reported_with_its_folder(tmp_path, change, message):
     save_model(make_native().model, tmp_path)
     file = tmp_path / "native_vla.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change if change else change))
-    with pytest.raises(UserError, match=f"{tmp_path} holds no valid checkpoint of a native VLA: .*{said}"):
+    with pytest.raises(UserError, match=f"{tmp_path} holds no valid checkpoint of a native VLA: .*{message}"):
         NativeVLA(NativeVLAConfig(model_path=str(tmp_path)), Instructed(1).spec, 4)
 
 
-def test_files_that_are_damaged(tmp_path):
+def test_damaged_files_are_refused(tmp_path):
     pytest.importorskip("tokenizers")
     save_model(make_native().model, tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
@@ -317,7 +317,7 @@ def test_with_adapters_only_they_and_the_critic_learn(precision, tolerance):
         assert types == {True: torch.float32, False: torch.bfloat16}
 
 
-def test_with_adapters_what_is_frozen_stays():
+def test_frozen_parts_have_no_adapters():
     pytest.importorskip("peft")
     policy = make_native(lora_r=2, frozen=("vision", "projector.weight", "memory_in"), memory_size=3,
                          modules_to_save=("memory_in", "state_in"))  # fmt: skip

@@ -1,11 +1,11 @@
-"""pi0 through transformers: it does what transformers does, and scores what it did."""
+"""pi0 through transformers: it acts like transformers and passes the parity gate."""
 
 import numpy as np
 import pytest
 import tiny_pi0
 import torch
 from parity_cases import METHODS, gate
-from pi0_cases import INSTRUCTIONS, LORA, Told, make, rollout, seen, update
+from pi0_cases import INSTRUCTIONS, LORA, Cameras, make, rollout, seen, update
 from tiny_pi0 import ACTIONS, CHUNK, IMAGE_TOKENS, STATES, STEPS
 
 from sparring.contract import EnvSpec
@@ -16,7 +16,7 @@ def checkpoint(tmp_path_factory):
     return tiny_pi0.write(tmp_path_factory.mktemp("pi0"))
 
 
-# ---- it does what transformers does
+# ---- it acts like transformers
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -24,7 +24,7 @@ def test_the_ode_is_sample_actions_with_the_same_noise(checkpoint, attention):
     """With as many action dims as the checkpoint has; instructions of different lengths."""
     from transformers import AutoTokenizer, PI0ForConditionalGeneration
 
-    spec = EnvSpec(Told(1).spec.observation, ACTIONS, instructions=INSTRUCTIONS)
+    spec = EnvSpec(Cameras(1).spec.observation, ACTIONS, instructions=INSTRUCTIONS)
     policy = make(checkpoint, spec, attention=attention)
     td = seen(spec=spec)
     td["start"] = torch.rand(5, policy.start_size, generator=torch.Generator().manual_seed(3))
@@ -36,7 +36,7 @@ def test_the_ode_is_sample_actions_with_the_same_noise(checkpoint, attention):
     texts = [INSTRUCTIONS[i] for i in td["observation", "task"].tolist()]
     text = tokenizer([f"<bos>{each}\n" for each in texts], padding=True, return_tensors="pt", add_special_tokens=False)
     images = torch.full((5, 2 * IMAGE_TOKENS), theirs.config.vlm_config.image_token_id)
-    # PIL rounds a few pixels differently, which is another test
+    # our prepared images: PIL rounds a few pixels differently, which test_pi0_files.py checks
     expected = theirs.sample_actions(
         state=torch.nn.functional.pad(td["observation", "state"], (0, STATES - 5)),
         input_ids=torch.cat([images, text["input_ids"]], 1),
@@ -49,7 +49,7 @@ def test_the_ode_is_sample_actions_with_the_same_noise(checkpoint, attention):
     assert (expected.std() > 0.3) and (acted - expected[:, :3]).abs().max() < 1e-5
 
 
-def test_instructions_images_state_and_cameras_matter(checkpoint):
+def test_actions_depend_on_instructions_images_state_and_cameras(checkpoint):
     policy, td = make(checkpoint), seen()
     with torch.no_grad():
         base = policy.act(td.clone())["action"]
@@ -62,14 +62,14 @@ def test_instructions_images_state_and_cameras_matter(checkpoint):
     assert (swapped - base).abs().max() > 1e-3
 
 
-# ---- it scores what it did
+# ---- the parity gate
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_gate_passes_in_fp32(checkpoint, method, lora):
     settings = METHODS[method] | lora
-    policy = make(checkpoint, Told(1, padding=2).spec, **settings)
+    policy = make(checkpoint, Cameras(1, padding=2).spec, **settings)
     parity = gate(policy, rollout(policy, padding=2))
     parity.check(1e-4)
     assert parity.dims == 0
@@ -84,12 +84,12 @@ def test_the_gate_passes_in_bf16(checkpoint, lora, num_envs):
     flat = buffer.get()
     exact = make(checkpoint, **{key: value for key, value in lora.items() if key != "dtype"})
     apart = (policy.evaluate(flat)["trace", "mean"] - exact.evaluate(flat)["trace", "mean"]).abs().max()
-    # it is bf16 indeed
+    # it did compute in bf16
     assert 1e-4 < apart < 0.2
 
 
 def test_only_the_envs_action_dims_are_scored(checkpoint):
-    policy = make(checkpoint, Told(1, padding=2).spec)
+    policy = make(checkpoint, Cameras(1, padding=2).spec)
     flat = rollout(policy, padding=2).get()
     assert flat["action"].shape[1:] == (3, 5) and (flat["action"][..., 3:] == 0).all()
     assert (flat["trace", "dims"] == 3 * STEPS).all()
@@ -97,23 +97,23 @@ def test_only_the_envs_action_dims_are_scored(checkpoint):
 
 def test_the_prefix_is_computed_once_per_decision_and_once_per_row_of_an_update(checkpoint):
     policy = make(checkpoint)
-    read, denoised = [], []
-    policy.model.model.vlm.register_forward_hook(lambda _, __, kwargs, ___: read.append(1), with_kwargs=True)
+    prefixes, denoised = [], []
+    policy.model.model.vlm.register_forward_hook(lambda _, __, kwargs, ___: prefixes.append(1), with_kwargs=True)
     policy.model.model.dit.register_forward_hook(
         lambda _, __, kwargs, out: denoised.append(len(kwargs["inputs_embeds"])), with_kwargs=True
     )
     td = seen(4)
     td["noise"] = torch.rand(4, policy.noise_size)
     policy.act(td)
-    assert len(read) == 1 and denoised == [4] * STEPS
+    assert len(prefixes) == 1 and denoised == [4] * STEPS
     flat = rollout(policy, num_envs=4, decisions=8).get()
-    read.clear(), denoised.clear()
+    prefixes.clear(), denoised.clear()
     policy.evaluate(flat)
     # all denoising states of all decisions in one pass
-    assert len(read) == 1 and denoised == [8 * STEPS]
+    assert len(prefixes) == 1 and denoised == [8 * STEPS]
 
 
-def test_no_denoising_step_sees_what_another_left_behind(checkpoint):
+def test_denoising_does_not_change_the_prefix(checkpoint):
     policy, td = make(checkpoint), seen()
     with torch.no_grad():
         _, prefix = policy.encode(td)
@@ -141,7 +141,7 @@ def test_one_ppo_update_changes_adapters_and_the_value_head_and_nothing_else(che
     }
 
 
-def test_without_lora_all_that_is_read_learns_but_the_frozen_parts(checkpoint):
+def test_without_lora_all_used_weights_learn_except_frozen_parts(checkpoint):
     policy = make(checkpoint, frozen=["vision_tower", "*.dit.layers.0"])
     changed, _ = update(policy)
     learns = {f"model.{name}" for name, p in policy.model.named_parameters() if p.requires_grad}
@@ -150,15 +150,15 @@ def test_without_lora_all_that_is_read_learns_but_the_frozen_parts(checkpoint):
     assert any("dit.layers.1" in key for key in changed)
 
 
-def test_it_imitates(checkpoint):
+def test_imitation_lowers_the_loss(checkpoint):
     policy, td = make(checkpoint), seen(16)
     td["action"], td["valid"] = torch.full((16, CHUNK, 3), 0.5), torch.ones(16, CHUNK, dtype=torch.bool)
     optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], 3e-3)
     losses = []
     for step in range(30):
-        loss, told = policy.imitation_loss(td, torch.Generator().manual_seed(step))
+        loss, metrics = policy.imitation_loss(td, torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(told["flow_matching"].item())
+        losses.append(metrics["flow_matching"].item())
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:3])

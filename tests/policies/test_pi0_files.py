@@ -1,4 +1,4 @@
-"""pi0's files: weights, adapters, image processors and tokenizers, in and out; and what is wrong with them."""
+"""pi0's files: weights, adapters, image processors and tokenizers are loaded, saved, and refused if damaged."""
 
 import shutil
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_pi0
 import torch
-from pi0_cases import INSTRUCTIONS, LORA, Told, make, seen, update
+from pi0_cases import INSTRUCTIONS, LORA, Cameras, make, seen, update
 from safetensors.torch import load_file, save_file
 from tiny_pi0 import IMAGE_TOKENS
 
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory):
 
 
 def pil_processor(**settings):
-    """transformers' own, with pi0's settings; its PI0ImageProcessor needs torchvision."""
+    """An image processor of transformers with pi0's settings; its PI0ImageProcessor needs torchvision."""
     from transformers.image_processing_backends import PilBackend
 
     settings = {"size": {"max_height": 16, "max_width": 16}, "resample": 3} | settings
@@ -62,13 +62,13 @@ def test_images_are_prepared_as_by_the_image_processor(tmp_path, shape, size, re
 
 
 def native_of(folder, **settings):
-    return NativeVLA(NativeVLAConfig(model_path=str(folder), **settings), Told(1).spec, 3).eval()
+    return NativeVLA(NativeVLAConfig(model_path=str(folder), **settings), Cameras(1).spec, 3).eval()
 
 
-# ---- in and out
+# ---- loading and saving
 
 
-def test_sharded_weights_load_alike(checkpoint, tmp_path):
+def test_sharded_weights_load_like_a_single_file(checkpoint, tmp_path):
     tiny_pi0.write(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     one, many = make(checkpoint).state_dict(), make(tmp_path).state_dict()
@@ -78,7 +78,7 @@ def test_sharded_weights_load_alike(checkpoint, tmp_path):
 def test_a_checkpoint_of_a_run_loads_back_strictly(checkpoint, tmp_path):
     policy = make(checkpoint, **LORA)
     update(policy)
-    saved = save_checkpoint(tmp_path, 1, policy, {}, "", Told(1).spec)
+    saved = save_checkpoint(tmp_path, 1, policy, {}, "", Cameras(1).spec)
     again = make(checkpoint, stir=False, **LORA)
     load_weights(again, saved)
     td = seen()
@@ -106,7 +106,7 @@ def test_adapters_alone_and_merged_make_the_same_policy(checkpoint, tmp_path):
         assert (plain.act(td.clone())["action"] - action).abs().max() < 1e-5
         merge(policy.model)
         assert (policy.act(td.clone())["action"] - action).abs().max() < 1e-5
-        # as any other pi0
+        # saved like any pi0 of transformers
         policy.model.save_pretrained(tmp_path / "merged")
         merged = make(tmp_path / "merged", stir=False, tokenizer=str(checkpoint))
         assert (merged.act(td.clone())["action"] - action).abs().max() < 1e-5
@@ -116,7 +116,7 @@ def test_adapters_alone_and_merged_make_the_same_policy(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"model_path": None}, "policy.model_path is not set"),
         ({"model_path": "lerobot/pi0_base"}, "model_path=lerobot/pi0_base: .*no config.json"),
@@ -129,13 +129,13 @@ def test_adapters_alone_and_merged_make_the_same_policy(checkpoint, tmp_path):
         ({"lora_r": 2, "lora_targets": ["q_prj"]}, "policy.lora_targets: 'q_prj' matches no part .* nearest: q_proj"),
     ],
 )
-def test_bad_settings(checkpoint, settings, said):
-    with pytest.raises(UserError, match=said):
-        PI0Policy(PI0PolicyConfig(**{"model_path": str(checkpoint)} | settings), Told(1).spec, 3)
+def test_bad_settings_are_refused(checkpoint, settings, message):
+    with pytest.raises(UserError, match=message):
+        PI0Policy(PI0PolicyConfig(**{"model_path": str(checkpoint)} | settings), Cameras(1).spec, 3)
 
 
 @pytest.mark.parametrize(
-    ("change", "chunk", "said"),
+    ("change", "chunk", "message"),
     [
         ({"action_dim": 5}, 3, r"this env's action has 5 numbers, .*at most 4 \(max_action_dim\)"),
         ({"state": 9}, 3, "state has 9 numbers, .*at most 8"),
@@ -143,39 +143,39 @@ def test_bad_settings(checkpoint, settings, said):
         ({"images": False}, 3, "needs images"),
     ],
 )
-def test_envs_that_do_not_fit(checkpoint, change, chunk, said):
+def test_envs_that_do_not_fit_are_refused(checkpoint, change, chunk, message):
     shown = {"state": ((change.get("state", 5),), "float32")}
     shown |= {"image/head": ((3, 16, 16), "uint8")} if change.get("images", True) else {}
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         make(checkpoint, EnvSpec(shown, change.get("action_dim", 3)), chunk)
 
 
-def test_bad_checkpoints(checkpoint, tmp_path):
+def test_bad_checkpoints_are_refused(checkpoint, tmp_path):
     folder = tmp_path / "copy"
 
-    def told(said, **settings):
-        with pytest.raises(UserError, match=said):
+    def assert_refused(message, **settings):
+        with pytest.raises(UserError, match=message):
             make(folder, **settings)
 
     shutil.copytree(checkpoint, folder)
     weights = load_file(folder / "model.safetensors")
     name = "action_out_proj.weight"
     save_file({key: w for key, w in weights.items() if key != name}, folder / "model.safetensors", {"format": "pt"})
-    told(f"do not fit its config.json: 1 missing: {name}")
+    assert_refused(f"do not fit its config.json: 1 missing: {name}")
     save_file(weights | {"extra": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
-    told("1 unexpected: extra")
+    assert_refused("1 unexpected: extra")
     save_file(weights | {name: torch.ones(3, 16)}, folder / "model.safetensors", {"format": "pt"})
-    told(f"1 of another shape: {name}")
+    assert_refused(f"1 of another shape: {name}")
     (folder / "model.safetensors").write_bytes(b"broken")
-    told("cannot be loaded as pi0")
+    assert_refused("cannot be loaded as pi0")
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    told("cannot be loaded as pi0")
+    assert_refused("cannot be loaded as pi0")
     (folder / "pytorch_model.bin").unlink()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 32}}')
-    told("its image processor makes images of 32x32, .* 16x16")
-    for settings, said in (
+    assert_refused("its image processor makes images of 32x32, .* 16x16")
+    for settings, message in (
         ("[]", "preprocessor_config.json' holds a list, expected names with values"),
         ('{"image_processor": 3}', "image_processor is 3, expected names"),
         ('{"size": 16}', "its image processor has size=16; expected height and width"),
@@ -183,50 +183,50 @@ def test_bad_checkpoints(checkpoint, tmp_path):
         ('{"image_mean": 0.5}', "its image processor has image_mean=0.5; expected 3 numbers"),
     ):
         (folder / "preprocessor_config.json").write_text(settings)
-        told(said)
+        assert_refused(message)
     (folder / "preprocessor_config.json").unlink()
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    told("has no tokenizer .*policy.tokenizer=bytes")
+    assert_refused("has no tokenizer .*policy.tokenizer=bytes")
     assert make(folder, tokenizer="bytes").prompts.ids.shape == (3, 2 * IMAGE_TOKENS + len(INSTRUCTIONS[2]) + 2)
     tiny_pi0.edit_json(folder / "config.json", model_type="llama")
-    told("config.json has model_type='llama', expected 'pi0'")
+    assert_refused("config.json has model_type='llama', expected 'pi0'")
     (folder / "config.json").write_text("{")
-    told("cannot be read")
+    assert_refused("cannot be read")
     (folder / "config.json").write_text("[]")
-    told("config.json' holds a list, expected names with values")
+    assert_refused("config.json' holds a list, expected names with values")
 
 
 @pytest.mark.parametrize("make_policy", [make, native_of])
-def test_damaged_checkpoints_of_any_policy(checkpoint, tmp_path, make_policy):
-    """policy.name=pi0 and native_vla say the same."""
+def test_damaged_checkpoints_are_refused_by_both_policies(checkpoint, tmp_path, make_policy):
+    """policy.name=pi0 and native_vla raise the same errors."""
     folder = tmp_path / "copy"
     shutil.copytree(checkpoint, folder)
 
-    def told(said):
-        with pytest.raises(UserError, match=f"policy.model_path={folder}.*{said}"):
+    def assert_refused(message):
+        with pytest.raises(UserError, match=f"policy.model_path={folder}.*{message}"):
             make_policy(folder)
 
     weights = load_file(folder / "model.safetensors")
     name = "action_out_proj.weight"
     save_file(weights | {"extra": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
-    told("1 unexpected: extra")
+    assert_refused("1 unexpected: extra")
     save_file(weights | {name: torch.ones(3, 16)}, folder / "model.safetensors", {"format": "pt"})
-    told(f"1 of another shape: {name}")
+    assert_refused(f"1 of another shape: {name}")
     (folder / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
-    told("cannot be loaded as pi0")
+    assert_refused("cannot be loaded as pi0")
     shutil.copy(checkpoint / "model.safetensors", folder)
     for wrong in ({"chunk_size": "many"}, {"vlm_config": []}):
         shutil.copy(checkpoint / "config.json", folder)
         tiny_pi0.edit_json(folder / "config.json", **wrong)
-        told("cannot be loaded as pi0")
+        assert_refused("cannot be loaded as pi0")
 
 
 # ---- the native VLA with such a checkpoint
 
 
-def test_the_native_vla_decides_as_pi0_does(checkpoint):
-    """Horizon, denoising steps and the preparation of images are the checkpoint's."""
+def test_the_native_vla_acts_like_pi0(checkpoint):
+    """Horizon, denoising steps and image preparation come from the checkpoint."""
     pi0, native = make(checkpoint, normalize_actions=False), native_of(checkpoint, normalize_actions=False)
     assert (native.horizon, native.sampling_steps) == (tiny_pi0.CHUNK, tiny_pi0.STEPS)
     td = seen()

@@ -1,4 +1,4 @@
-"""pi0 from the command line: an update in the built-in env, going on, evaluation, and what it says of mistakes."""
+"""pi0 from the command line: updates in the built-in env, resume, evaluation and errors."""
 
 import json
 import shutil
@@ -38,21 +38,21 @@ def checkpoint(tmp_path_factory):
     return tiny_pi0.write(tmp_path_factory.mktemp("pi0"), states=64, actions=16)
 
 
-def test_a_run_updates_goes_on_and_is_evaluated(checkpoint, tmp_path):
+def test_a_run_updates_resumes_and_is_evaluated(checkpoint, tmp_path):
     run = tmp_path / "run"
-    words = ["train", "finetune", "--output", str(run), *SHORT, f"policy.model_path={checkpoint}"]
-    words += ["training.iterations=2", "training.save_every=1"]
-    assert main(words) == 0
+    arguments = ["train", "finetune", "--output", str(run), *SHORT, f"policy.model_path={checkpoint}"]
+    arguments += ["training.iterations=2", "training.save_every=1"]
+    assert main(arguments) == 0
     lines = [json.loads(line) for line in (run / "episode_metrics.jsonl").read_text().splitlines()]
     assert all(line["train/parity"] < 1e-4 for line in lines)
     straight = read_weights(run / "checkpoint-2/model.safetensors")
     shutil.rmtree(run / "checkpoint-2")
-    assert main(words) == 0
+    assert main(arguments) == 0
     again = read_weights(run / "checkpoint-2/model.safetensors")
     assert straight.keys() == again.keys() and all(torch.equal(straight[key], again[key]) for key in again)
     base = read_weights(checkpoint / "model.safetensors")
     policy = load_policy(run)
-    # the base is as it was, the adapters are not
+    # the base weights are unchanged, the adapters are not
     assert torch.equal(policy.model.action_out_proj.base_layer.weight, base["action_out_proj.weight"])
     learned = adapter_weights(policy.model)
     assert all(w.abs().max() > 0 for key, w in learned.items() if "action_out_proj.lora_B" in key)
@@ -63,12 +63,12 @@ def test_a_run_updates_goes_on_and_is_evaluated(checkpoint, tmp_path):
     assert main(["eval", str(run), "--episodes", "2"]) == 0
 
 
-def test_mistakes_are_told_before_anything_is_written(checkpoint, tmp_path, capsys):
+def test_errors_are_reported_before_anything_is_written(checkpoint, tmp_path, capsys):
     run = tmp_path / "run"
-    words = ["train", "finetune", "--output", str(run), *SHORT]
-    assert main(words) == 2
+    arguments = ["train", "finetune", "--output", str(run), *SHORT]
+    assert main(arguments) == 2
     assert "policy.model_path is not set" in capsys.readouterr().err
     small = tiny_pi0.write(tmp_path / "small")
-    assert main([*words, f"policy.model_path={small}"]) == 2
+    assert main([*arguments, f"policy.model_path={small}"]) == 2
     assert "(max_state_dim)" in capsys.readouterr().err
     assert not run.exists()

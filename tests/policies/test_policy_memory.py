@@ -1,4 +1,4 @@
-"""What a policy remembers: from one decision of an episode to the next, never across; and what it is good for."""
+"""A policy's memory: carried from one decision of an episode to the next, never across episodes; and its use."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from doubles import LinearPolicy, counting_env
 from doubles_judge import JudgeConfig, JudgingWorldModel
 from doubles_memory import CountingPolicy, CueBackend
 from doubles_native import SMALL, Instructed, make_native, rollout_of_native
-from parity_cases import DIMS, Drifting, gate
+from parity_cases import DIMS, RandomEnv, gate
 from tensordict import TensorDict
 
 from sparring.algorithms.configs import PPOConfig
@@ -34,12 +34,12 @@ from sparring.runs.run import Run
 # ---- traces, by hand
 
 
-def walked(traces, *seen):
-    """The memory before each of these, and after the last."""
-    memories = [torch.zeros(1, 1 + len(traces.rates))]
-    for numbers in seen:
-        memories.append(traces(memories[-1], torch.tensor([numbers])))
-    return torch.cat(memories)
+def memories(traces, *observations):
+    """The memory before each observation and after the last."""
+    rows = [torch.zeros(1, 1 + len(traces.rates))]
+    for numbers in observations:
+        rows.append(traces(rows[-1], torch.tensor([numbers])))
+    return torch.cat(rows)
 
 
 def test_a_trace_is_a_mean_at_first_and_an_exponential_average_later():
@@ -49,9 +49,9 @@ def test_a_trace_is_a_mean_at_first_and_an_exponential_average_later():
         [_MemoryTraces.longest_span, _MemoryTraces.longest_span**0.5, 1]
     )
     traces.rates[1] = 0.5
-    memory = walked(traces, (4.0, 1.0), (0.0, 7.0), (8.0, -3.0), (0.0, 5.0))
+    memory = memories(traces, (4.0, 1.0), (0.0, 7.0), (8.0, -3.0), (0.0, 5.0))
     assert memory[:, 0].tolist() == pytest.approx([0, 1 / 2, 2 / 3, 3 / 4, 4 / 5])
-    # means of all; means of 2 at most, then half of what was and half of what is; the last one
+    # the mean of all; the mean of the first 2, then half old and half new; the last one
     assert memory[:, 1].tolist() == pytest.approx([0, 4, 2, 4, 3])
     assert memory[:, 2].tolist() == pytest.approx([0, 4, 2, 5, 2.5])
     assert memory[:, 3].tolist() == [0, 1, 7, -3, 5]
@@ -60,7 +60,7 @@ def test_a_trace_is_a_mean_at_first_and_an_exponential_average_later():
 def test_in_a_long_episode_the_clock_stays_exact_and_the_distant_past_fades():
     traces = _MemoryTraces(1, 2)
     traces.directions.fill_(1.0)
-    memory = walked(traces, *([(1.0,)] * _MemoryTraces.longest_span), *([(0.0,)] * 5 * _MemoryTraces.longest_span))
+    memory = memories(traces, *([(1.0,)] * _MemoryTraces.longest_span), *([(0.0,)] * 5 * _MemoryTraces.longest_span))
     t = torch.arange(6 * _MemoryTraces.longest_span + 1)
     torch.testing.assert_close(memory[:, 0], t / (t + 1), rtol=1e-4, atol=0)
     assert memory[_MemoryTraces.longest_span, 1] == pytest.approx(1, abs=1e-4)
@@ -68,13 +68,13 @@ def test_in_a_long_episode_the_clock_stays_exact_and_the_distant_past_fades():
     assert memory[-1, 1] == pytest.approx(0.99**500, rel=0.02)
 
 
-def test_directions_are_the_same_everywhere_and_of_length_1():
+def test_directions_are_reproducible_and_of_length_1():
     one, other = _MemoryTraces(50, 9), _MemoryTraces(50, 9)
     assert torch.equal(one.directions, other.directions) and not one.state_dict()
     torch.testing.assert_close(one.directions.norm(dim=1), torch.ones(8))
     assert (one.directions @ one.directions.T - torch.eye(8)).abs().max() < 0.5
-    # a clock alone, and nothing to see
-    assert walked(_MemoryTraces(3, 1), (1.0, 2.0, 3.0)).tolist() == [[0], [0.5]]
+    # only a clock; no observations
+    assert memories(_MemoryTraces(3, 1), (1.0, 2.0, 3.0)).tolist() == [[0], [0.5]]
     assert _MemoryTraces(0, 3)(torch.zeros(2, 3), torch.zeros(2, 0)).tolist() == [[0.5, 0, 0]] * 2
 
 
@@ -88,7 +88,7 @@ def collected(buffer=None, **more):
     return collector, buffer
 
 
-def test_it_starts_from_zeros_and_goes_on_within_an_episode_only():
+def test_memory_starts_from_zeros_and_continues_within_an_episode_only():
     collector, buffer = collected()
     memory = buffer.rollout()[POLICY_MEMORY]
     # decisions taken, and the sum of their numbers
@@ -99,15 +99,15 @@ def test_it_starts_from_zeros_and_goes_on_within_an_episode_only():
     assert buffer.rollout()[POLICY_MEMORY][:, 1].tolist() == [[1, 0], [2, 1], [3, 3], [4, 6], [0, 0], [1, 0]]
 
 
-def test_values_of_what_came_next_know_what_is_remembered_by_then():
+def test_values_of_next_observations_use_the_memory_of_that_time():
     _, buffer = collected()
     rollout = buffer.rollout()
-    # env 0 ends at steps 3 having taken 3 decisions; env 1 at 5; the rollout ends after one decision of its next
+    # the episodes end after 3 decisions (env 0) and 5 (env 1), the rollout after the first decision of env 1's second
     assert rollout["next", "value"][:, 0].tolist() == [1.5, 3, 4.5, 11.5, 13, 14.5]
     assert rollout["next", "value"][:, 1].tolist() == [1001.5, 1003, 1004.5, 1006, 1007.5, 1011.5]
 
 
-def test_by_episodes_every_rollout_begins_with_nothing():
+def test_a_rollout_of_whole_episodes_starts_with_empty_memories():
     collector = Collector(counting_env((3, 5)), CountingPolicy(), seed=0, episodes=2)
     buffer = RolloutBuffer(10)
     for _ in range(2):
@@ -117,32 +117,32 @@ def test_by_episodes_every_rollout_begins_with_nothing():
         assert torch.equal(rollout[POLICY_MEMORY][:, :, 0] == 0, rollout["is_first"])
 
 
-def test_greedy_decisions_remember_as_well():
+def test_greedy_decisions_carry_memory():
     collector = Collector(counting_env((3, 5)), CountingPolicy(), seed=0, split="eval", greedy=True)
     assert [collector.decide()[POLICY_MEMORY][:, 0].tolist() for _ in range(4)] == [[0, 0], [1, 1], [2, 2], [0, 3]]
 
 
-def test_a_ring_holds_it_like_a_rollout():
+def test_a_ring_buffer_stores_memory_like_a_rollout_buffer():
     _, plain = collected()
     _, ring = collected(VLABuffer(20, steps=6))
     for key in (POLICY_MEMORY, ("next", "value")):
         assert torch.equal(plain.rollout()[key], ring.rollout()[key])
 
 
-def test_a_world_models_memory_is_kept_apart_from_it():
+def test_a_world_models_memory_does_not_overwrite_the_policys():
     env, buffer = counting_env((3, 5)), RolloutBuffer(4)
     rewards = RewardModel(
         RewardsConfig(), JudgingWorldModel(JudgeConfig(), env.spec, 2), env, 2, ("head",), Distributed("cpu")
     )
     Collector(env, CountingPolicy(2), seed=0, chunk=2).collect(buffer)
     before = buffer.rollout()[POLICY_MEMORY].clone()
-    paid = rewards.write_rewards(buffer)
-    assert "reward/memory_divergence" in paid and torch.equal(buffer.rollout()[POLICY_MEMORY], before)
+    metrics = rewards.write_rewards(buffer)
+    assert "reward/memory_divergence" in metrics and torch.equal(buffer.rollout()[POLICY_MEMORY], before)
     # decisions, of 2 steps each
     assert before[..., 0].tolist() == [[0, 0], [1, 1], [0, 2], [1, 0]]
 
 
-def test_a_collector_that_was_put_back_remembers():
+def test_a_restored_collector_continues_with_its_memory():
     collector, buffer = collected()
     state = collector.state_dict()
     collector.collect(buffer)
@@ -155,7 +155,7 @@ def test_a_collector_that_was_put_back_remembers():
     assert (other.rollout() == buffer.rollout()).all()
 
 
-def test_what_is_remembered_must_be_as_the_contract_says():
+def test_a_memory_that_violates_the_contract_is_refused():
     policy = CountingPolicy()
     policy.memory_size = 3
     policy.remember = lambda td: torch.zeros(2, 2)
@@ -171,7 +171,7 @@ def test_what_is_remembered_must_be_as_the_contract_says():
 
 
 @pytest.mark.parametrize("num_envs", [1, 6])
-def test_what_a_native_vla_remembers_follows_from_the_rows_before(num_envs):
+def test_a_native_vlas_memory_is_a_function_of_the_rows_before(num_envs):
     policy, buffer = rollout_of_native(num_envs, memory_size=9)
     rollout = buffer.rollout()
     memory, is_first = rollout[POLICY_MEMORY], rollout["is_first"]
@@ -182,7 +182,7 @@ def test_what_a_native_vla_remembers_follows_from_the_rows_before(num_envs):
         assert torch.equal(memory[t + 1], expected)
 
 
-def test_a_glimpse_is_the_normalised_state_and_the_colours_of_each_picture():
+def test_traces_cover_the_normalised_state_and_the_colours_of_each_image():
     policy = make_native(memory_size=2)
     seen = Env(Instructed(1)).reset(0).select("observation")
     size = policy.encoder.traces.directions.shape[1]
@@ -190,13 +190,13 @@ def test_a_glimpse_is_the_normalised_state_and_the_colours_of_each_picture():
     images = seen["observation", "image"]
     images["head"].zero_()
     images["wrist"].fill_(255)
-    # the first row and column of fields of the wrist's first colour
+    # the first cell of the wrist camera's first colour
     images["wrist"][:, 0, :9, :9] = 51
-    remembered = []
+    traced = []
     for number in range(size):
         policy.encoder.traces.directions.zero_()[0, number] = 1.0
-        remembered.append(policy.remember(seen)[0, 1])
-    state, head, wrist = torch.stack(remembered).split([5, 48, 48])
+        traced.append(policy.remember(seen)[0, 1])
+    state, head, wrist = torch.stack(traced).split([5, 48, 48])
     torch.testing.assert_close(state, seen["observation", "state"][0] / 2)
     assert torch.equal(head, torch.full((48,), -1.0))
     torch.testing.assert_close(wrist, torch.cat([torch.tensor([51 / 127.5 - 1]), torch.ones(47)]))
@@ -204,8 +204,8 @@ def test_a_glimpse_is_the_normalised_state_and_the_colours_of_each_picture():
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
-def test_the_gate_passes_and_tells_when_another_memory_is_scored(precision, tolerance):
-    # no bf16 kernels of the CPU's own: how they round differs between CPUs
+def test_the_gate_passes_and_detects_scoring_with_another_memory(precision, tolerance):
+    # oneDNN's bf16 kernels round differently on different CPUs
     with torch.backends.mkldnn.flags(enabled=precision != "bf16"):
         policy, buffer = rollout_of_native(memory_size=9, precision=precision)
         gate(policy, buffer).check(tolerance)
@@ -214,7 +214,7 @@ def test_the_gate_passes_and_tells_when_another_memory_is_scored(precision, tole
         assert measure_parity(wrong, policy.evaluate(wrong)).drift > 2 * tolerance
 
 
-def test_actor_and_critic_learn_to_read_it():
+def test_actor_and_critic_learn_to_read_the_memory():
     policy, buffer = rollout_of_native(memory_size=9)
     flat = buffer.get()
     before = policy.model.memory_in.weight.clone()
@@ -225,15 +225,15 @@ def test_actor_and_critic_learn_to_read_it():
     assert (policy.model.memory_in.weight - before).abs().max() > 1e-5
 
 
-def test_without_anyone_to_carry_it_a_decision_is_an_episodes_first():
+def test_a_missing_memory_counts_as_zeros():
     policy = make_native(memory_size=9)
     seen = Env(Instructed(3)).reset(0).select("observation")
-    told = seen.clone().set(POLICY_MEMORY, torch.zeros(3, 9))
-    assert torch.equal(policy.act(seen)["action"], policy.act(told)["action"])
+    with_zeros = seen.clone().set(POLICY_MEMORY, torch.zeros(3, 9))
+    assert torch.equal(policy.act(seen)["action"], policy.act(with_zeros)["action"])
 
 
-def test_an_env_may_show_nothing_to_remember():
-    policy = NativeVLA(NativeVLAConfig(**SMALL, memory_size=3), type(Drifting(1).spec)({}, DIMS), 1)
+def test_without_observations_the_memory_is_a_clock():
+    policy = NativeVLA(NativeVLAConfig(**SMALL, memory_size=3), type(RandomEnv(1).spec)({}, DIMS), 1)
     assert policy.remember(TensorDict({}, [2])).tolist() == [[0.5, 0, 0]] * 2
 
 
@@ -241,7 +241,7 @@ def test_an_env_may_show_nothing_to_remember():
 
 
 def updates_on_this_rank(folder):
-    """Run by each of two processes; stopped in the middle of episodes, and gone on."""
+    """Run in each of two processes: a run without interruption, and one that stops in mid-episode and resumes."""
     torch.set_num_threads(1)
     settings = {
         "device": "cpu",
@@ -259,15 +259,15 @@ def updates_on_this_rank(folder):
     resumed = Run(load_config(settings | {"output": f"{folder}/stopped"}))
     resumed.run()
     runs = {"straight": straight, "resumed": resumed}
-    told = {
+    results = {
         name: {"weights": run.phase.model.state_dict(), "memory": run.phase.buffer.rollout()[POLICY_MEMORY]}
         for name, run in runs.items()
     }
-    torch.save(told, f"{folder}/rank{straight.distributed.rank}.pt")
+    torch.save(results, f"{folder}/rank{straight.distributed.rank}.pt")
 
 
 @pytest.mark.usefixtures("forked")
-def test_two_processes_remember_for_themselves_and_go_on_bit_equal(tmp_path):
+def test_two_processes_have_separate_memories_and_resume_bit_identically(tmp_path):
     code = (
         "import sys; from accelerate import debug_launcher; from test_policy_memory import updates_on_this_rank;"
         "debug_launcher(updates_on_this_rank, (sys.argv[1],), num_processes=2)"
@@ -285,11 +285,11 @@ def test_two_processes_remember_for_themselves_and_go_on_bit_equal(tmp_path):
         assert all(torch.equal(weight, other["weights"][name]) for other in others), name
 
 
-# ---- what it is good for
+# ---- learning with a memory
 
 
-def learned(memory_size: int, seed: int) -> float:
-    """What a decision after the first is paid, greedily, once a native VLA has learned for seconds."""
+def trained_reward(memory_size: int, seed: int) -> float:
+    """The mean greedy reward of a decision after the first, once a native VLA has trained for seconds."""
     torch.manual_seed(seed)
     env = Env(CueBackend(32))
     sizes = SMALL | {"layers": 1, "sampling_steps": 3, "normalize_actions": False}
@@ -303,6 +303,6 @@ def learned(memory_size: int, seed: int) -> float:
     return sum(episode.reward for episode in played) / len(played) / 3
 
 
-def test_what_was_shown_at_first_only_is_acted_on_with_a_memory_and_not_without():
-    assert learned(memory_size=4, seed=0) > 0.7
-    assert abs(learned(memory_size=0, seed=0)) < 0.15
+def test_a_cue_shown_only_at_first_is_used_with_a_memory_and_not_without():
+    assert trained_reward(memory_size=4, seed=0) > 0.7
+    assert abs(trained_reward(memory_size=0, seed=0)) < 0.15

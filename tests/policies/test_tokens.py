@@ -37,13 +37,13 @@ def test_an_action_is_the_centre_of_its_bin():
     assert head.mode(parameters[0]).item() == 0.25
     drawn = [head.sample(None, parameters, torch.tensor([[u]])).item() for u in (0.05, 0.2, 0.5, 0.95, 0.9999999)]
     assert drawn == [-0.75, -0.25, 0.25, 0.75, 0.75]
-    # a demonstrator's number counts as the bin it lies in, those outside as the last one
+    # a demonstrated number is scored as its bin, one outside the range as the nearest bin
     scores = [head.score(parameters, torch.tensor([[[x]]])).log_prob.exp().item() for x in (-3, -0.51, -0.49, 0.4, 1)]
     assert scores == pytest.approx([0.1, 0.1, 0.2, 0.6, 0.1])
 
 
 @pytest.mark.parametrize("bins", [2, 7, 64, 255, 1000])
-def test_every_bin_is_found_again(bins):
+def test_every_bin_centre_maps_back_to_its_bin(bins):
     head = head_of(bins=bins)
     index = torch.arange(bins)
     assert torch.equal(head._bin(head._centre(index)), index)
@@ -60,7 +60,7 @@ def test_log_prob_and_entropy_are_those_of_independent_choices():
     torch.testing.assert_close(score.log_prob.float(), expected.log_prob(index).sum(-1))
     torch.testing.assert_close(score.entropy, expected.entropy().sum(-1))
     assert score.dims == 3 and torch.equal(score.z2, torch.zeros(6, 2))
-    # cross-entropy: what raises the score of an action raises its logit and lowers the others
+    # the gradient of cross-entropy: it raises the action's logit and lowers the others
     score.log_prob[0, 0].backward()
     assert head.linear.bias.grad.view(2, 3, 5)[0].sum(-1).abs().max() < 1e-6
     assert (head.linear.bias.grad.view(2, 3, 5)[0].gather(-1, index[0, 0].long()[:, None]) > 0).all()
@@ -76,7 +76,7 @@ def test_draws_follow_the_probabilities():
 
 
 class PaddedBackend(IdentityBackend):
-    """Three more action entries, which mean nothing."""
+    """Three more action entries, which are padding."""
 
     def __init__(self, num_envs):
         super().__init__(num_envs)
@@ -119,6 +119,6 @@ def test_the_identity_is_learned():
     assert rewards[0] < 0.5 and np.mean(rewards[-3:]) > 0.9
 
 
-def test_an_env_of_choices_refuses_tokens():
+def test_tokens_are_refused_for_discrete_actions():
     with pytest.raises(UserError, match="distribution=tokens, but the env takes one of 4 choices"):
         ActorCritic(ActorCriticConfig(distribution="tokens"), IdentityBackend(2, choices=4).spec, 1)

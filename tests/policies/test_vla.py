@@ -1,4 +1,4 @@
-"""VLAPolicy: what it scores is what it did, its models are told what is documented, and its errors say what to do."""
+"""VLAPolicy: the parity gate, the documented inputs of its models, and errors that state the fix."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doubles_native import Instructed, make_native
-from doubles_vla import INSTRUCTIONS, Seeing, Sized, config
+from doubles_vla import INSTRUCTIONS, RandomCameraEnv, Sized, config
 from parity_cases import DIMS, REPLAY, STATE, gate
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
@@ -30,25 +30,25 @@ from sparring.policies.policy import make_policy
 from sparring.policies.vla.policy import VLAPolicy
 
 ROOT = Path(__file__).parents[2]
-MODELS = ["Plain", "Told", "Samples", "StepByStep", "Flows"]
+MODELS = ["Plain", "TakesDeterministic", "Samples", "StepByStep", "Flows"]
 
 
-def made(model="Samples", chunk=1, padding=0, **settings):
+def make(model="Samples", chunk=1, padding=0, **settings):
     torch.manual_seed(0)
-    return make_policy(config(model, **settings), Seeing(1, padding).spec, chunk)
+    return make_policy(config(model, **settings), RandomCameraEnv(1, padding).spec, chunk)
 
 
 def rollout(model="Samples", chunk=1, num_envs=8, padding=0, **settings):
-    env = Env(Seeing(num_envs, padding), "cpu")
-    policy = made(model, chunk, padding, **settings)
+    env = Env(RandomCameraEnv(num_envs, padding), "cpu")
+    policy = make(model, chunk, padding, **settings)
     buffer = RolloutBuffer(-(-REPLAY // num_envs))
     Collector(env, policy, seed=0, chunk=chunk).collect(buffer)
     return policy, buffer
 
 
-def seen(batch=6, seed=0):
-    """A decision, as an env would show it."""
-    backend = Seeing(batch)
+def make_td(batch=6, seed=0):
+    """Observations of one decision."""
+    backend = RandomCameraEnv(batch)
     backend.rng = np.random.default_rng(seed)
     observation = TensorDict({}, [batch])
     for name, value in backend._observe().items():
@@ -67,29 +67,29 @@ def test_actions_of_all_built_in_policies_have_no_autograd_graph(kind, greedy):
     if kind is NativeVLAConfig:
         policy, td = make_native(), Env(Instructed(2)).reset(0)
     else:
-        spec = Seeing(1).spec
-        policy, td = made() if kind is VLAConfig else make_policy(kind(use_images=False), spec, 1), seen(2)
+        spec = RandomCameraEnv(1).spec
+        policy, td = make() if kind is VLAConfig else make_policy(kind(use_images=False), spec, 1), make_td(2)
     policy.train()
     done = policy.act(td if greedy else noisy(policy, td))
     assert not any(value.requires_grad for value in done.values(True, True))
     assert "not clipped" in type(policy).act.__doc__
 
 
-def sentence(*arguments, **settings):
+def error_of(*arguments, **settings):
     with pytest.raises(UserError) as caught:
-        made(*arguments, **settings)
+        make(*arguments, **settings)
     return str(caught.value)
 
 
-def test_a_model_that_is_not_made_for_what_it_is_shown_says_what_that_was():
+def test_the_error_of_a_model_that_fails_lists_its_observations():
     torch.manual_seed(0)
-    env = Env(Seeing(2), "cpu")
+    env = Env(RandomCameraEnv(2), "cpu")
     policy = make_policy(config(observation_keys={"rgb": None}), env.spec, 1)
     with pytest.raises(UserError) as caught:
         Collector(env, policy, 0).decide()
-    told = str(caught.value)
-    assert told.startswith("Samples failed with the observations ") and f"proprio [2, {STATE}]" in told
-    assert "vla_cases.py, line " in told and "policy.observation_keys" in told
+    error = str(caught.value)
+    assert error.startswith("Samples failed with the observations ") and f"proprio [2, {STATE}]" in error
+    assert "vla_cases.py, line " in error and "policy.observation_keys" in error
 
 
 # ---- the parity gate
@@ -98,7 +98,7 @@ def test_a_model_that_is_not_made_for_what_it_is_shown_says_what_that_was():
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("chunk", "padding", "num_envs"), [(1, 0, 1), (4, 2, 8)])
 def test_every_kind_of_model_passes_the_gate(model, chunk, padding, num_envs):
-    # one robot: 8 rows are often computed bit for bit as 256 are, and one row is not
+    # also one robot: 8 rows are often bit-identical to 256 rows, one row is not
     policy, buffer = rollout(model, chunk, num_envs, padding)
     gate(policy, buffer).check(1e-4)
     actions = buffer.get()["action"]
@@ -106,7 +106,7 @@ def test_every_kind_of_model_passes_the_gate(model, chunk, padding, num_envs):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_in_bf16_too_with_frozen_weights_in_bf16(model):
+def test_the_gate_passes_in_bf16_with_frozen_weights_in_bf16(model):
     frozen = {"frozen": ("trunk" if model == "Flows" else "vision",), "dtype": "bf16"}
     policy, buffer = rollout(model, num_envs=1, precision="bf16", **frozen)
     dtypes = {p.requires_grad: p.dtype for p in policy.model.parameters()}
@@ -114,15 +114,15 @@ def test_in_bf16_too_with_frozen_weights_in_bf16(model):
     gate(policy, buffer).check(0.05)
 
 
-def test_a_model_that_draws_otherwise_than_it_scores_is_refused():
+def test_a_model_whose_scores_do_not_match_its_draws_is_refused():
     with pytest.raises(ParityError):
-        gate(*rollout("Lies")).check(1e-4)
+        gate(*rollout("SamplesWider")).check(1e-4)
     with pytest.raises(ParityError):
         gate(*rollout("DropsOut")).check(1e-4)
 
 
 @pytest.mark.parametrize("model", ["Plain", "Samples", "StepByStep"])
-def test_the_gate_sees_a_small_change_of_weights(model):
+def test_the_gate_detects_a_small_change_of_weights(model):
     policy, buffer = rollout(model, 4)
     gate(policy, buffer).check(1e-4)
     with torch.no_grad():
@@ -131,14 +131,14 @@ def test_the_gate_sees_a_small_change_of_weights(model):
         gate(policy, buffer).check(1e-4)
 
 
-def test_normalised_actions_and_states_pass_it():
+def test_normalised_actions_and_states_pass_the_gate():
     torch.manual_seed(0)
-    env = Env(Seeing(8), "cpu")
+    env = Env(RandomCameraEnv(8), "cpu")
     policy = make_policy(config(normalize_actions=True, normalize_observations=True), env.spec, 4)
     statistics = {"action": {"mean": np.full(DIMS, 0.3), "std": np.full(DIMS, 2.0)}}
     statistics["observation/state"] = {"mean": np.ones(STATE), "std": np.full(STATE, 3.0)}
     policy.fit_normalizers(statistics, "mean_std", "mean_std")
-    td = seen()
+    td = make_td()
     assert torch.allclose(policy.observations(td)["proprio"], (td["observation", "state"] - 1) / 3)
     own = policy.model(policy.observations(td)).view(6, 4, DIMS)
     assert torch.allclose(policy.act(td)["action"], own * 2 + 0.3, atol=1e-6)
@@ -168,9 +168,9 @@ def test_log_probs_are_those_of_torch_and_only_executed_steps_count():
 # ---- drawing
 
 
-@pytest.mark.parametrize("model", ["Plain", "Told", "Samples"])
-def test_an_action_follows_from_its_own_noise_alone(model):
-    policy, td = made(model), seen()
+@pytest.mark.parametrize("model", ["Plain", "TakesDeterministic", "Samples"])
+def test_an_action_depends_on_its_own_noise_alone(model):
+    policy, td = make(model), make_td()
     together = policy.act(noisy(policy, td))["action"]
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -182,73 +182,73 @@ def test_an_action_follows_from_its_own_noise_alone(model):
     assert ((together - others).abs() > 1e-3).all(-1).all()
 
 
-def test_drawn_by_batches_it_is_repeatable_as_a_whole():
-    policy, td = made("Plain", draws="batch"), seen()
+def test_draws_by_batch_are_repeatable_for_the_same_batch_only():
+    policy, td = make("Plain", draws="batch"), make_td()
     together = policy.act(noisy(policy, td))["action"]
     assert torch.equal(together, policy.act(noisy(policy, td))["action"])
     assert not torch.allclose(together[2:4], policy.act(noisy(policy, td)[2:4])["action"], atol=1e-3)
 
 
 def test_draws_have_the_models_spread():
-    policy = made("Plain")
-    td = seen(1).expand(500).contiguous()
+    policy = make("Plain")
+    td = make_td(1).expand(500).contiguous()
     actions = policy.act(noisy(policy, td))["action"][:, 0]
     assert torch.allclose(actions.std(0), torch.full((DIMS,), np.exp(-0.5)), rtol=0.1)
 
 
-@pytest.mark.parametrize("model", ["Told", "Samples"])
+@pytest.mark.parametrize("model", ["TakesDeterministic", "Samples"])
 def test_greedy_is_the_mode(model):
-    policy, td = made(model), seen()
+    policy, td = make(model), make_td()
     expected = policy.model.distribution(policy.observations(td)).mean
     assert torch.equal(policy.act(td)["action"][:, 0], expected)
 
 
-def test_greedy_of_a_model_that_always_draws_is_one_draw():
-    policy, td = made("Plain"), seen()
+def test_greedy_actions_of_a_model_that_always_draws_are_repeatable():
+    policy, td = make("Plain"), make_td()
     assert torch.equal(policy.act(td.clone())["action"], policy.act(td.clone())["action"])
 
 
 def test_a_model_that_never_draws_is_refused():
-    policy = made("Mute")
-    policy.act(seen())
-    with pytest.raises(UserError, match="Mute.forward .*same action.*add sample"):
-        policy.act(noisy(policy, seen()))
+    policy = make("AlwaysMean")
+    policy.act(make_td())
+    with pytest.raises(UserError, match="AlwaysMean.forward .*same action.*add sample"):
+        policy.act(noisy(policy, make_td()))
 
 
-# ---- what a model is told
+# ---- inputs of a model
 
 
-def test_the_documented_keys():
-    td = seen()
-    told = made(chunk=1).observations(td)
-    assert set(told.keys()) == {"rgb", "depth", "proprio", "language", "language_mask"}
-    assert told["rgb"].shape == (6, 2, 3, 8, 8) and told["rgb"].dtype == torch.float32
-    assert torch.equal(told["rgb"][:, 1], td["observation", "image", "wrist"].float() / 255)
-    assert told["depth"].shape == (6, 1, 8, 8) and torch.equal(told["proprio"], td["observation", "state"])
-    for row, mask, task in zip(told["language"], told["language_mask"], td["observation", "task"], strict=True):
+def test_a_model_receives_the_documented_keys():
+    td = make_td()
+    inputs = make(chunk=1).observations(td)
+    assert set(inputs.keys()) == {"rgb", "depth", "proprio", "language", "language_mask"}
+    assert inputs["rgb"].shape == (6, 2, 3, 8, 8) and inputs["rgb"].dtype == torch.float32
+    assert torch.equal(inputs["rgb"][:, 1], td["observation", "image", "wrist"].float() / 255)
+    assert inputs["depth"].shape == (6, 1, 8, 8) and torch.equal(inputs["proprio"], td["observation", "state"])
+    for row, mask, task in zip(inputs["language"], inputs["language_mask"], td["observation", "task"], strict=True):
         text = INSTRUCTIONS[int(task)].encode()
         assert bytes(row.tolist()) == text.ljust(7, b"\0") and mask.sum() == len(text)
 
 
-def test_keys_of_ones_own():
+def test_custom_observation_keys():
     keys = {"rgb": ["image/wrist", "image/head"], "eyes": "image/head", "depth": None, "words": "task"}
-    policy = made(observation_keys=keys, images="uint8", max_tokens=9)
-    td = seen()
-    told = policy.observations(td)
-    assert set(told.keys()) == {"rgb", "eyes", "proprio", "language", "language_mask", "words", "words_mask"}
-    assert torch.equal(told["rgb"][:, 0], td["observation", "image", "wrist"]) and told["eyes"].dtype == torch.uint8
-    assert told["language"].shape == (6, 9)
+    policy = make(observation_keys=keys, images="uint8", max_tokens=9)
+    td = make_td()
+    inputs = policy.observations(td)
+    assert set(inputs.keys()) == {"rgb", "eyes", "proprio", "language", "language_mask", "words", "words_mask"}
+    assert torch.equal(inputs["rgb"][:, 0], td["observation", "image", "wrist"]) and inputs["eyes"].dtype == torch.uint8
+    assert inputs["language"].shape == (6, 9)
     assert ("observation", "depth", "head") not in policy.in_keys and len(policy.in_keys) == 4
 
 
 def test_instructions_as_text():
-    td = seen()
-    told = made(tokenizer="text").observations(td)
-    assert list(told["language"]) == [INSTRUCTIONS[i] for i in td["observation", "task"].tolist()]
-    assert list(told[1:3]["language"]) == list(told["language"])[1:3]
+    td = make_td()
+    inputs = make(tokenizer="text").observations(td)
+    assert list(inputs["language"]) == [INSTRUCTIONS[i] for i in td["observation", "task"].tolist()]
+    assert list(inputs[1:3]["language"]) == list(inputs["language"])[1:3]
 
 
-def test_a_tokenizer_of_ones_own(tmp_path):
+def test_custom_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("transformers")
     vocabulary = {"[UNK]": 0, "push": 1, "lift": 2, "it": 3}
@@ -256,20 +256,20 @@ def test_a_tokenizer_of_ones_own(tmp_path):
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    policy = made(tokenizer=str(tmp_path))
+    policy = make(tokenizer=str(tmp_path))
     assert policy.observations.tokens.ids.tolist() == [[1, 0], [2, 3]]
     assert policy.observations.tokens.mask.tolist() == [[True, False], [True, True]]
 
 
-def test_a_checkpoint_for_other_actions_is_told_so(tmp_path):
+def test_a_checkpoint_for_another_number_of_actions_is_refused(tmp_path):
     save_file(Sized(action_dim=5).state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"action_dim": 5}')
-    assert sentence("Sized", model_path=str(tmp_path)).startswith("Sized.action_dim=5, but a decision takes 3 numbers")
+    assert error_of("Sized", model_path=str(tmp_path)).startswith("Sized.action_dim=5, but a decision takes 3 numbers")
 
 
-def test_constructors_are_offered_what_the_env_knows():
-    assert made(chunk=3).model.mean.out_features == 3 * DIMS
-    assert made("WholeConfig", model_settings={"action_dim": DIMS}).model.mean.out_features == DIMS
+def test_constructors_receive_the_dims_of_the_env():
+    assert make(chunk=3).model.mean.out_features == 3 * DIMS
+    assert make("WholeConfig", model_settings={"action_dim": DIMS}).model.mean.out_features == DIMS
 
 
 # ---- learning
@@ -287,7 +287,7 @@ def test_an_update_changes_what_is_not_frozen(model):
     assert still == {name for name in before if name.startswith(f"model.{frozen}.")}
 
 
-def test_the_critics_part_learns_at_its_own_pace():
+def test_critic_warmup_changes_the_critic_parts_alone():
     policy, buffer = rollout()
     assert policy.critic_parameters() == list(policy.model.value_head.parameters())
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
@@ -296,8 +296,8 @@ def test_the_critics_part_learns_at_its_own_pace():
     assert changed == {"model.value_head.weight", "model.value_head.bias"}
 
 
-def test_frozen_parts_rest_while_others_are_in_training():
-    policy = made(frozen=("vision",)).train()
+def test_frozen_parts_stay_in_eval_mode_during_training():
+    policy = make(frozen=("vision",)).train()
     assert not policy.model.vision.training and policy.model.joints.training
 
 
@@ -311,32 +311,32 @@ def test_only_adapters_and_the_value_head_learn_with_lora():
     changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {n for n in before if ("lora_" in n and "vision" not in n) or "value_head" in n}
     assert len(changed) == 6
-    # fresh adapters add nothing: only now do they take part
+    # new adapters add nothing: only now do they have an effect
     buffer = RolloutBuffer(32)
-    Collector(Env(Seeing(8), "cpu"), policy, seed=1).collect(buffer)
+    Collector(Env(RandomCameraEnv(8), "cpu"), policy, seed=1).collect(buffer)
     assert policy.model.mean.lora_B["default"].weight.abs().max() > 0
     gate(policy, buffer).check(0.05)
 
 
-def test_parts_are_named_as_in_the_model_itself_with_lora():
+def test_with_lora_parts_have_the_names_of_the_model_itself():
     pytest.importorskip("peft")
-    policy = made(lora_r=2, frozen=("vision.1.weight",), critic_parts=("value_head.weight", "value_head.bias"),
+    policy = make(lora_r=2, frozen=("vision.1.weight",), critic_parts=("value_head.weight", "value_head.bias"),
                   modules_to_save=("log_std",))  # fmt: skip
     learning = {name for name, p in policy.model.named_parameters() if p.requires_grad}
     adapters = {f"{layer}.lora_{side}.default.weight" for layer in ("joints", "mean") for side in "AB"}
     assert learning == adapters | {"log_std", "value_head.weight", "value_head.bias"}
     assert policy.critic_parameters() == list(policy.model.value_head.parameters())
-    # a weight beside an adapter: its name is another then
-    policy = made(lora_r=2, critic_parts=("value_head.bias",))
+    # an adapter changes the name of the weight that it is added to
+    policy = make(lora_r=2, critic_parts=("value_head.bias",))
     assert policy.critic_names == ["value_head.base_layer.bias"]
-    assert sentence(lora_r=2, critic_parts=("vale_head",)).startswith(
+    assert error_of(lora_r=2, critic_parts=("vale_head",)).startswith(
         "policy.critic_parts: 'vale_head' matches no part"
     )
 
 
 @pytest.mark.parametrize("model", ["Samples", "StepByStep", "Flows"])
-def test_imitation_pulls_towards_what_was_shown(model):
-    policy, td = made(model, chunk=2), seen(32)
+def test_imitation_learns_the_demonstrated_action(model):
+    policy, td = make(model, chunk=2), make_td(32)
     generator = torch.Generator().manual_seed(0)
     td["action"] = torch.full((32, 2, DIMS), 0.4)
     td["valid"] = torch.ones(32, 2, dtype=torch.bool)
@@ -352,91 +352,91 @@ def test_imitation_pulls_towards_what_was_shown(model):
     assert error < (0.2 if model == "Flows" else 0.05)
 
 
-# ---- mistakes
+# ---- errors
 
 
 def test_wrong_class_paths():
-    assert sentence(model_class=None).startswith("policy.model_class is not set")
-    assert sentence(model_class="Samples") == (
+    assert error_of(model_class=None).startswith("policy.model_class is not set")
+    assert error_of(model_class="Samples") == (
         "policy.model_class 'Samples' is no import path; expected package.module:Class"
     )
-    assert sentence(model_class="doubles_vl:Samples") == (
+    assert error_of(model_class="doubles_vl:Samples") == (
         "policy.model_class 'doubles_vl:Samples': no module 'doubles_vl'; is it in this folder or on PYTHONPATH? "
         "(nearest: doubles_vla)"
     )
-    assert sentence(model_class="sparring.policies.flw.FlowPolicy").endswith("(nearest: sparring.policies.flow)")
-    assert sentence(model_class="doubles_vla.Sample") == (
+    assert error_of(model_class="sparring.policies.flw.FlowPolicy").endswith("(nearest: sparring.policies.flow)")
+    assert error_of(model_class="doubles_vla.Sample") == (
         "policy.model_class 'doubles_vla:Sample': module 'doubles_vla' has no 'Sample'; nearest: Samples"
     )
-    assert "policy.model_class 'doubles_vla:config' is a function" in sentence(model_class="doubles_vla:config")
+    assert "policy.model_class 'doubles_vla:config' is a function" in error_of(model_class="doubles_vla:config")
 
 
 def test_classes_without_the_interface():
-    assert "is no torch.nn.Module; expected class NotAModule(nn.Module)" in sentence("NotAModule")
-    told = sentence("Valueless")
-    assert "add get_value(observations) -> [B, 1], evaluate_actions(observations, actions) -> (log_prob [B]" in told
-    assert "forward(" not in told
-    told = sentence("HalfAFlow")
-    assert "forward(observations) -> [B, action_dim], get_value" in told and "the missing denoise(x, t, prefix)" in told
+    assert "is no torch.nn.Module; expected class NotAModule(nn.Module)" in error_of("NotAModule")
+    text = error_of("Valueless")
+    assert "add get_value(observations) -> [B, 1], evaluate_actions(observations, actions) -> (log_prob [B]" in text
+    assert "forward(" not in text
+    text = error_of("HalfAFlow")
+    assert "forward(observations) -> [B, action_dim], get_value" in text and "the missing denoise(x, t, prefix)" in text
 
 
 def test_action_dims_that_do_not_match():
-    assert sentence(action_dim=7, chunk=2).startswith(
+    assert error_of(action_dim=7, chunk=2).startswith(
         "policy.action_dim=7, but a decision takes 6 numbers: 2 steps (rollout.action_steps) of the env's 3 action "
     )
-    assert sentence(action_dim=7, chunk=2).endswith("policy.model_config.action_dim=6")
-    assert sentence(action_dim=9, chunk=2).endswith(", or set rollout.action_steps=3")
+    assert error_of(action_dim=7, chunk=2).endswith("policy.model_config.action_dim=6")
+    assert error_of(action_dim=9, chunk=2).endswith(", or set rollout.action_steps=3")
     with pytest.raises(UserError, match=r"OddActions: shape of the actions=\[6, 6\], but a decision takes 3"):
-        made("OddActions").act(seen())
+        make("OddActions").act(make_td())
     with pytest.raises(UserError, match="'doubles_vla:Flows' has a flow head; .*make_policy"):
-        VLAPolicy(config("Flows"), Seeing(1).spec, 1)
-    told = sentence("Flows", model_settings={"action_dim": 5})
-    assert "Flows.denoise fails for chunks [1, 1, 3]" in told and "1 steps" in told
+        VLAPolicy(config("Flows"), RandomCameraEnv(1).spec, 1)
+    error = error_of("Flows", model_settings={"action_dim": 5})
+    assert "Flows.denoise fails for chunks [1, 1, 3]" in error and "1 steps" in error
 
 
 def test_scores_of_odd_shapes():
-    policy = made("OddValue")
+    policy = make("OddValue")
     with pytest.raises(UserError, match=r"OddValue: get_value has shape \[6, 2\], expected \[6, 1\]"):
-        policy.value(seen())
-    policy = made("OddScore")
-    td = policy.observations(seen())
+        policy.value(make_td())
+    policy = make("OddScore")
+    td = policy.observations(make_td())
     with pytest.raises(UserError, match="OddScore.evaluate_actions returned a Tensor; expected two tensors"):
         policy._evaluate(td, torch.zeros(6, 1, DIMS))
 
 
 def test_constructors_that_cannot_be_called():
-    told = sentence(model_settings={"widht": 3})
-    assert told.endswith("does not take policy.model_config.widht; nearest: width")
-    assert sentence("Flows", model_settings={"zzz": 3}).endswith("it takes action_dim, steps, width")
-    assert "doubles_vla:Fussy': the constructor failed: ValueError: no" in sentence("Fussy")
+    error = error_of(model_settings={"widht": 3})
+    assert error.endswith("does not take policy.model_config.widht; nearest: width")
+    assert error_of("Flows", model_settings={"zzz": 3}).endswith("it takes action_dim, steps, width")
+    assert "doubles_vla:RaisesInInit': the constructor failed: ValueError: no" in error_of("RaisesInInit")
 
 
-def test_a_constructor_may_name_settings_beside_its_config():
-    model = made("ConfigAndMore", model_settings={"width": 24}).model
+def test_a_constructor_may_take_a_config_and_single_settings():
+    model = make("ConfigAndMore", model_settings={"width": 24}).model
     assert (model.mean.in_features, model.mean.out_features) == (24, DIMS)
 
 
-def test_observations_that_there_are_not():
-    told = sentence(observation_keys={"rgb": "image/haed"})
-    assert "policy.observation_keys.rgb: " in told and told.endswith("'image/haed'; nearest: image/head")
-    assert "[3, 8, 8] and [5] cannot be stacked" in sentence(observation_keys={"rgb": ["image/head", "state"]})
+def test_missing_observations_are_refused():
+    error = error_of(observation_keys={"rgb": "image/haed"})
+    assert "policy.observation_keys.rgb: " in error and error.endswith("'image/haed'; nearest: image/head")
+    assert "[3, 8, 8] and [5] cannot be stacked" in error_of(observation_keys={"rgb": ["image/head", "state"]})
     nothing = dict.fromkeys(("rgb", "depth", "proprio", "language"))
-    assert "policy.observation_keys leaves the model no observation" in sentence(observation_keys=nothing)
+    assert "policy.observation_keys leaves the model no observation" in error_of(observation_keys=nothing)
 
 
 def test_missing_tokenizers(tmp_path):
-    told = sentence(tokenizer=str(tmp_path))
-    assert f"'{tmp_path}' has no tokenizer" in told and told.endswith("policy.tokenizer=bytes")
-    assert "policy.tokenizer=checkpoint needs policy.model_path" in sentence(tokenizer="checkpoint")
-    assert sentence(max_tokens=4).startswith("policy.max_tokens=4, but an instruction has 7 tokens; ")
+    error = error_of(tokenizer=str(tmp_path))
+    assert f"'{tmp_path}' has no tokenizer" in error and error.endswith("policy.tokenizer=bytes")
+    assert "policy.tokenizer=checkpoint needs policy.model_path" in error_of(tokenizer="checkpoint")
+    assert error_of(max_tokens=4).startswith("policy.max_tokens=4, but an instruction has 7 tokens; ")
 
 
-def test_settings_that_would_not_be_read():
-    assert "policy.sampling_steps=8: only models with encode and denoise read it" in sentence(sampling_steps=8)
-    assert "policy.draws=batch: only models without encode" in sentence("Flows", draws="batch")
-    assert "set policy.precision=bf16 too" in sentence(dtype="bf16")
-    assert "has no effect without LoRA" in sentence(modules_to_save=("value_head",))
-    assert "policy.critic_parts: 'vale_head' matches no part of the model; nearest: value_head" in sentence(
+def test_settings_without_an_effect_are_refused():
+    assert "policy.sampling_steps=8: only models with encode and denoise read it" in error_of(sampling_steps=8)
+    assert "policy.draws=batch: only models without encode" in error_of("Flows", draws="batch")
+    assert "set policy.precision=bf16 too" in error_of(dtype="bf16")
+    assert "has no effect without LoRA" in error_of(modules_to_save=("value_head",))
+    assert "policy.critic_parts: 'vale_head' matches no part of the model; nearest: value_head" in error_of(
         critic_parts=("vale_head",)
     )
 
@@ -444,7 +444,7 @@ def test_settings_that_would_not_be_read():
 # ---- configs and the example
 
 
-def test_the_documents_keys_are_accepted():
+def test_the_documented_config_keys_are_accepted():
     inner = {"vision_encoder": "resnet50", "language_model": "gpt2-medium", "freeze_vision_encoder": False}
     vla = {"model_path": "checkpoints/x.pth", "model_class": "vla_models.GPTVLAModel", "model_config": inner}
     policy = load_config({"policy": {"name": "vla", "action_dim": 7, "vla_config": vla}}).policy
@@ -461,16 +461,16 @@ def test_the_documents_keys_are_accepted():
     assert load_config({"policy": {"name": "vla", "observation_keys": {"rgb": None}}}).policy.observation_keys
 
 
-def test_the_example_trains_and_comes_back(tmp_path, monkeypatch, capsys):
+def test_the_example_trains_and_loads(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     subprocess.run([sys.executable, "examples/gpt_vla.py", "outputs/gpt_vla"], check=True)
     assert json.loads((tmp_path / "outputs/gpt_vla/config.json").read_text())["action_dim"] == 7
-    words = ["train", "finetune", "--config", "configs/vla_example.json", "--output", "run", "training.iterations=1"]
-    words += ["rollout.n_envs=2", "rollout.steps=8", "ppo.ppo_epochs=1", "ppo.mini_batch_size=8", "env.threads=1"]
-    words += ["evaluation.episodes=1", "evaluation.baseline=false", "rollout.render_episodes=0", "threads=1"]
-    assert main([*words, "policy.frozen=[vision]"]) == 0, capsys.readouterr().err
+    argv = ["train", "finetune", "--config", "configs/vla_example.json", "--output", "run", "training.iterations=1"]
+    argv += ["rollout.n_envs=2", "rollout.steps=8", "ppo.ppo_epochs=1", "ppo.mini_batch_size=8", "env.threads=1"]
+    argv += ["evaluation.episodes=1", "evaluation.baseline=false", "rollout.render_episodes=0", "threads=1"]
+    assert main([*argv, "policy.frozen=[vision]"]) == 0, capsys.readouterr().err
     before, after = load_file("outputs/gpt_vla/model.safetensors"), load_policy("run").model.state_dict()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if name.startswith("vision.")}

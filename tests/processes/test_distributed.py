@@ -1,4 +1,4 @@
-"""Two gloo ranks on this CPU are one learner."""
+"""Two gloo ranks on the CPU train one policy."""
 
 import json
 import os
@@ -54,12 +54,12 @@ def one_update_on_this_rank(folder):
 
 
 def updates_by_episodes_on_this_rank(folder):
-    """Poles fall when they fall: the ranks have different numbers of decisions to learn from."""
+    """Episodes of CartPole differ in length, so the ranks have different numbers of decisions."""
     torch.set_num_threads(1)
     from sparring.config.schema import load_config
     from sparring.runs.run import Run
 
-    told = {}
+    results = {}
     for algorithm in ("ppo", "grpo"):
         settings = {
             "device": "cpu",
@@ -72,7 +72,7 @@ def updates_by_episodes_on_this_rank(folder):
         }
         run = Run(load_config(settings), folder=False, quiet=True)
         run.run()
-        told[algorithm] = {
+        results[algorithm] = {
             "weights": run.phase.model.state_dict(),
             "decisions": int(run.phase.buffer.rollout()["valid"].sum()),
             "progress": (run.phase.progress.episodes, run.phase.progress.env_steps),
@@ -88,19 +88,19 @@ def updates_by_episodes_on_this_rank(folder):
     }
     run = Run(load_config(settings), folder=False, quiet=True)
     run.run()
-    told["flow"] = {
+    results["flow"] = {
         "weights": run.phase.model.state_dict(),
-        "drawn": run.phase.buffer.rollout()["trace", "first"],
+        "noise": run.phase.buffer.rollout()["trace", "first"],
         "progress": (run.phase.progress.updates, run.phase.progress.env_steps),
     }
-    torch.save(told, f"{folder}/rank{run.distributed.rank}.pt")
+    torch.save(results, f"{folder}/rank{run.distributed.rank}.pt")
 
 
 def waits_on_this_rank(folder):
-    """Seconds that the main process waits in a collective and in a barrier for one that comes after five."""
+    """Seconds that the main process waits in a collective and in a barrier for a rank that is five seconds late."""
     here = Path(folder) / f"here-{os.environ['RANK']}"
     here.touch()
-    # they begin together: their start has the same limit, and the machine may be busy
+    # start together: on a busy machine the ranks start at different times, with the same limit
     while len(list(here.parent.glob("here-*"))) < 2:
         time.sleep(0.01)
     distributed, waited = Distributed("cpu", watchdog_s=0.3), {}
@@ -134,10 +134,10 @@ def two_ranks(forked, tmp_path_factory):
     return folder, on_two_ranks(one_update_on_this_rank, folder)
 
 
-def test_without_a_launcher_a_collective_waits_for_ten_times_the_watchdogs_limit(tmp_path):
-    """Not so a barrier, where others evaluate and save."""
+def test_collective_without_launcher_waits_for_ten_times_the_watchdog_limit(tmp_path):
+    """A barrier waits longer, because the main process evaluates and saves."""
     script = tmp_path / "ranks.py"
-    # gloo's threads may still wait for the other rank: an ordinary exit then aborts the process at times
+    # gloo's threads may still wait for the other rank; then a normal exit sometimes aborts
     lines = (
         "import os",
         "from test_distributed import waits_on_this_rank as wait",
@@ -154,7 +154,7 @@ def test_without_a_launcher_a_collective_waits_for_ten_times_the_watchdogs_limit
     assert 2.5 < short < 4.9 and "did not reach this collective; if it was only slow, raise" in why
 
 
-def test_ranks_with_different_numbers_of_decisions_stay_one_learner(tmp_path):
+def test_ranks_with_different_numbers_of_decisions_have_equal_weights(tmp_path):
     first, second = on_two_ranks(updates_by_episodes_on_this_rank, tmp_path)
     for algorithm in ("ppo", "grpo"):
         one, other = first[algorithm], second[algorithm]
@@ -162,9 +162,9 @@ def test_ranks_with_different_numbers_of_decisions_stay_one_learner(tmp_path):
         assert one["progress"] == other["progress"] and one["progress"][0] == (1 + 3) * 2 * 4
         for name, tensor in one["weights"].items():
             assert torch.equal(tensor, other["weights"][name]) and tensor.isfinite().all(), name
-    # and of a flow policy, each with noise of its own
+    # also with a flow policy, with separate noise per rank
     one, other = first["flow"], second["flow"]
-    assert not torch.equal(one["drawn"], other["drawn"])
+    assert not torch.equal(one["noise"], other["noise"])
     assert one["progress"] == other["progress"] == (2, (1 + 2) * 2 * 2 * 8 * 2)
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
 
@@ -178,20 +178,20 @@ def test_weights_and_statistics_are_bit_identical(two_ranks):
     assert first["weights"]["encoder.normalizer.count"] == 256
 
 
-def test_both_ranks_go_on_bit_equal_after_a_stop(two_ranks):
+def test_resumed_ranks_are_bit_identical(two_ranks):
     _, ranks = two_ranks
     for rank in ranks:
         for name, tensor in rank["weights"].items():
             assert torch.equal(tensor, rank["resumed"][name]), name
 
 
-def test_ranks_see_different_robots_and_count_together(two_ranks):
+def test_ranks_have_different_robots_and_common_counts(two_ranks):
     _, (first, second) = two_ranks
     assert not torch.equal(first["first_action"], second["first_action"])
     assert first["progress"] == second["progress"] == (3, 256)
 
 
-def test_the_main_rank_alone_logs_and_saves(two_ranks):
+def test_only_the_main_rank_logs_and_saves(two_ranks):
     folder, _ = two_ranks
     lines = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2, 3]
@@ -201,8 +201,8 @@ def test_the_main_rank_alone_logs_and_saves(two_ranks):
     assert len(state["processes"]) == 2
 
 
-@pytest.mark.usefixtures("fresh")
-def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
+@pytest.mark.usefixtures("not_forked")
+def test_gpus_launches_processes_and_resumes_with_equal_number_only(tmp_path):
     command = [sys.executable, "-m", "sparring", "train", "finetune", "--output", str(tmp_path / "run"), "device=cpu"]
     command += ["--envs", "2", "rollout.steps=8", "training.iterations=1", "evaluation.episodes=2", "env.threads=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -214,8 +214,8 @@ def test_gpus_launches_itself_and_resumes_only_with_as_many(tmp_path):
     assert alone.returncode == 2 and "use --gpus 2" in alone.stderr and "Traceback" not in alone.stderr
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_dry_run_of_several_processes_is_told_once_and_warns():
+@pytest.mark.usefixtures("not_forked")
+def test_dry_run_of_several_processes_prints_once_and_warns():
     command = [sys.executable, "-m", "sparring", "train", "finetune", "--dry-run", "rollout", "--gpus", "2"]
     command += ["--envs", "2", "rollout.steps=4", "env.threads=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -225,8 +225,8 @@ def test_a_dry_run_of_several_processes_is_told_once_and_warns():
     assert done.stdout.startswith("--gpus 2, but no GPU is visible: 2 processes share the CPU")
 
 
-def test_stopped_processes_save_and_leave_together(tmp_path):
-    """Ctrl-C reaches all of them, as in a terminal; then `kill` reaches the launcher alone."""
+def test_stopped_processes_save_and_exit_together(tmp_path):
+    """SIGINT to all processes, as in a terminal; then SIGTERM to the launcher only."""
     command = [sys.executable, "-m", "sparring", "train", "finetune", "--output", str(tmp_path / "run"), "device=cpu"]
     command += ["--envs", "2", "rollout.steps=8", "env.threads=1", "--gpus", "2", "total_timesteps=10000000"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -240,13 +240,13 @@ def test_stopped_processes_save_and_leave_together(tmp_path):
 
     first = start()
     os.killpg(first.pid, signal.SIGINT)
-    said = first.communicate(timeout=60)[1]
-    assert first.returncode == 130 and "The same command resumes it" in said and "Traceback" not in said
+    err = first.communicate(timeout=60)[1]
+    assert first.returncode == 130 and "The same command resumes it" in err and "Traceback" not in err
     saved = find_checkpoint(tmp_path / "run")
     second = start()
     second.terminate()
-    said = second.communicate(timeout=60)[1]
-    assert second.returncode == 130 and "Traceback" not in said
+    err = second.communicate(timeout=60)[1]
+    assert second.returncode == 130 and "Traceback" not in err
     assert int(find_checkpoint(tmp_path / "run").name.rpartition("-")[2]) > int(saved.name.rpartition("-")[2])
 
 
@@ -262,7 +262,7 @@ def test_devices_and_processes_must_agree(monkeypatch):
         Distributed("cuda:0")
 
 
-def test_alone_everything_is_free():
+def test_operations_of_a_single_process_change_nothing():
     alone = Distributed("cpu")
     gradient = torch.ones(3)
     alone.average_(gradient), alone.broadcast_weights(torch.nn.Linear(1, 1))
@@ -271,7 +271,7 @@ def test_alone_everything_is_free():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_device_that_is_not_there_is_told():
+def test_missing_device_is_refused():
     assert pick_device("auto") == "cpu"
     with pytest.raises(UserError, match="device=cuda:1: this process sees 0 CUDA devices.*set device=cpu"):
         pick_device("cuda:1")

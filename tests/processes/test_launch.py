@@ -1,4 +1,4 @@
-"""A learner rank that dies, fails or hangs ends the whole run soon, by name, and the same command goes on."""
+"""A learner rank that dies, fails or hangs ends the run soon, the error names it, and the same command resumes."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ COMMAND += ["policy.hidden=[16]", "training.save_every=1", "training.iterations=
 
 @contextmanager
 def training(folder, *more):
-    """Two ranks that have made an update more than before; the launcher and they are gone afterwards."""
+    """Two ranks after at least one new update; at the end, all processes are killed."""
     lines = folder / "run" / "episode_metrics.jsonl"
     before = lines.read_text().count("\n") if lines.exists() else 0
     path = os.pathsep.join([str(Path(__file__).parents[1] / "doubles"), *sys.path])
@@ -42,7 +42,7 @@ def training(folder, *more):
         yield launcher
     finally:
         for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else []:
-            # trackers end by themselves, and free the shared memory that the others leave
+            # resource trackers end by themselves and free shared memory of the others
             with suppress(psutil.NoSuchProcess):
                 if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
                     process.kill()
@@ -52,80 +52,80 @@ def training(folder, *more):
 
 def ranks(launcher) -> list[psutil.Process]:
     def rank(process: psutil.Process) -> str:
-        # one that was forked is named after it: psutil is told the environment of its server
+        # a forked process has its rank in its name: psutil reads the environment of its server
         return process.environ().get("RANK", "") or process.name().partition("rank ")[2]
 
     return sorted(filter(rank, psutil.Process(launcher.pid).children()), key=rank)
 
 
 def ended(launcher) -> tuple[str, float, list]:
-    """What it said and how long it took."""
+    """Its stderr, and the seconds until it ended."""
     began, processes = time.monotonic(), psutil.Process(launcher.pid).children(recursive=True)
-    said = launcher.communicate(timeout=60)[1]
+    err = launcher.communicate(timeout=60)[1]
     seconds = time.monotonic() - began
     gone, left = psutil.wait_procs(processes, max(0.0, SOON - seconds))
     assert not left
-    return said, seconds
+    return err, seconds
 
 
-def assert_it_goes_on(folder, said, *more):
-    """By the same command, from the checkpoint that was named."""
-    named = re.search(r"The same command resumes from (\S+/checkpoint-\d+)\.", said).group(1)
+def assert_resumes(folder, err, *more):
+    """The same command resumes from the checkpoint that the error named."""
+    named = re.search(r"The same command resumes from (\S+/checkpoint-\d+)\.", err).group(1)
     last = checkpoints(folder / "run")[-1]
     assert Path(named) == last
     (folder / "word").unlink(missing_ok=True)
-    # nothing hangs now: a busy machine is given its time
+    # nothing hangs now; the limit is for busy machines
     with training(folder, "rollout.watchdog_s=60", *more) as launcher:
         launcher.terminate()
-        said = launcher.communicate(timeout=60)[1]
-        assert launcher.returncode == 130 and f"resumes from {last}" in said, said
+        err = launcher.communicate(timeout=60)[1]
+        assert launcher.returncode == 130 and f"resumes from {last}" in err, err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed(tmp_path, rank):
+def test_killed_rank_ends_the_run(tmp_path, rank):
     with training(tmp_path) as launcher:
         victim = ranks(launcher)[rank]
         victim.kill()
-        said, seconds = ended(launcher)
+        err, seconds = ended(launcher)
     assert (
         f"sparring: process {rank} (pid {victim.pid}) of 0..1 died: killed by signal 9 (SIGKILL, often by the system"
-        in said
+        in err
     )
     assert launcher.returncode == 1 and seconds < SOON
-    # the other one leaves with a sentence
-    assert "another process of this run has ended" in said and "Traceback" not in said
+    # the other rank exits with a one-line error
+    assert "another process of this run has ended" in err and "Traceback" not in err
     if rank == 1:
-        assert_it_goes_on(tmp_path, said)
+        assert_resumes(tmp_path, err)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped(tmp_path, rank):
+def test_stopped_rank_ends_the_run(tmp_path, rank):
     with training(tmp_path) as launcher:
         victim = ranks(launcher)[rank]
         victim.suspend()
-        said, seconds = ended(launcher)
+        err, seconds = ended(launcher)
     hangs = f"process {rank} (pid {victim.pid}) of 0..1 had no heartbeat for rollout.watchdog_s=2 seconds"
-    assert hangs in said and launcher.returncode == 1 and seconds < SOON
+    assert hangs in err and launcher.returncode == 1 and seconds < SOON
     if rank == 0:
-        assert_it_goes_on(tmp_path, said)
+        assert_resumes(tmp_path, err)
 
 
-def test_an_exception_in_one_rank(tmp_path):
-    """Both save together before they leave."""
+def test_exception_in_one_rank_ends_the_run(tmp_path):
+    """Both ranks save together before they exit."""
     rarely = "training.save_every=1000000"
     with training(tmp_path, rarely) as launcher:
         (tmp_path / "word").write_text("raise 1")
         victim = ranks(launcher)[1]
-        said, seconds = ended(launcher)
-    assert f"process 1 (pid {victim.pid}) of 0..1 failed with exit code 1; its output is above." in said
-    assert said.count("Traceback") == 1 and "ZeroDivisionError: the gripper fell off" in said
+        err, seconds = ended(launcher)
+    assert f"process 1 (pid {victim.pid}) of 0..1 failed with exit code 1; its output is above." in err
+    assert err.count("Traceback") == 1 and "ZeroDivisionError: the gripper fell off" in err
     assert launcher.returncode == 1 and seconds < SOON
-    assert re.search(r"failed after \d+ updates; saved", said)
-    assert_it_goes_on(tmp_path, said, rarely)
+    assert re.search(r"failed after \d+ updates; saved", err)
+    assert_resumes(tmp_path, err, rarely)
 
 
-def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
-    """Ctrl-Z, and `fg` after longer than the watchdog's patience."""
+def test_run_continues_after_all_its_processes_were_stopped(tmp_path):
+    """Ctrl-Z, and `fg` after longer than the watchdog's limit."""
     with training(tmp_path) as launcher:
         everyone = [*ranks(launcher), psutil.Process(launcher.pid)]
         for process in everyone:
@@ -140,7 +140,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     assert launcher.returncode == 130
 
 
-def test_where_one_cannot_be_started_none_is_left(tmp_path, monkeypatch):
+def test_failed_start_of_a_rank_ends_the_others(tmp_path, monkeypatch):
     started, start = [], subprocess.Popen
 
     def popen(command, env):
@@ -155,7 +155,7 @@ def test_where_one_cannot_be_started_none_is_left(tmp_path, monkeypatch):
     assert started[0].returncode == -signal.SIGKILL
 
 
-def test_who_leaves_does_what_was_put_off_and_ends_nothing_else():
+def test_leave_runs_exit_handlers_and_no_destructors():
     code = """
 import atexit, time
 from concurrent.futures import ThreadPoolExecutor
@@ -176,26 +176,26 @@ leave(7)
 
 
 @pytest.mark.parametrize(
-    ("codes", "told", "code"),
+    ("codes", "expected", "code"),
     [
         ([0, 0], None, 0),
         ([130, 130], None, 130),
         ([0, 130], None, 130),
         ([3, 1], "process 1 (pid 11) of 0..1 failed with exit code 1", 1),
         ([1, -11], "process 1 (pid 11) of 0..1 died: killed by signal 11 (SIGSEGV).", 1),
-        # one has told a mistake, the other that it is alone
+        # one rank reported a user error, the other that it is alone
         ([2, 3], None, 2),
         ([3, None, -9], "process 2 (pid 12) of 0..2 died: killed by signal 9 (SIGKILL, often by the system", 1),
     ],
 )
-def test_who_failed(codes, told, code):
+def test_failure_message_names_the_rank_that_failed_first(codes, expected, code):
     workers = [SimpleNamespace(returncode=code, pid=10 + rank) for rank, code in enumerate(codes)]
-    said = _failure_message(workers)
-    assert said is None if told is None else said.startswith(told)
+    err = _failure_message(workers)
+    assert err is None if expected is None else err.startswith(expected)
     assert _exit_code([code for code in codes if code is not None]) == code
 
 
-# ---- the watchdog by hand
+# ---- the watchdog
 
 
 class Ranks:
@@ -210,7 +210,7 @@ class Ranks:
         self.rows[rank][PLACE] = place
 
     def seconds(self, count, beating=(0, 1)):
-        """What is found in so many seconds, at the first finding."""
+        """The first finding of the watchdog within `count` seconds, or None."""
         for _ in range(int(count * 20)):
             for rank in beating:
                 self.rows[rank][BEATS] += 1
@@ -219,7 +219,7 @@ class Ranks:
         return None
 
 
-def test_who_does_not_come_hangs_but_not_where_others_wait_patiently(tmp_path):
+def test_missing_rank_hangs_at_a_collective_but_not_at_a_barrier(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.enter(0, BARRIER)
     assert ranks.seconds(5) is None
@@ -228,32 +228,32 @@ def test_who_does_not_come_hangs_but_not_where_others_wait_patiently(tmp_path):
     assert ranks.seconds(0.2) == ([1], "did not enter the collective of the others")
 
 
-def test_collectives_that_go_on_are_no_hang(tmp_path):
+def test_successive_collectives_are_no_hang(tmp_path):
     ranks = Ranks(tmp_path)
     for _ in range(10):
         ranks.enter(0, COLLECTIVE)
         assert ranks.seconds(0.6) is None
 
 
-def test_before_the_first_update_all_takes_ten_times_as_long(tmp_path):
+def test_limit_is_ten_times_longer_before_the_first_update(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.rows[1][UPDATES] = 0
     ranks.enter(0, COLLECTIVE)
     assert ranks.seconds(9.5) is None and ranks.seconds(1)[0] == [1]
 
 
-def test_a_silent_one_hangs_wherever_it_is(tmp_path):
+def test_rank_without_heartbeat_hangs(tmp_path):
     ranks = Ranks(tmp_path)
     assert ranks.seconds(2) is None
     ranks.enter(0, BARRIER)
     assert ranks.seconds(1.5, beating=[0]) == ([1], "had no heartbeat")
 
 
-def test_those_who_wait_for_each_other_hang(tmp_path):
+def test_ranks_that_wait_for_each_other_hang(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.enter(0, COLLECTIVE), ranks.enter(1, BARRIER)
     assert ranks.seconds(1.5) == ([0, 1], "waited for each other")
 
 
-def test_one_that_has_not_begun_is_waited_for(tmp_path):
+def test_rank_that_has_not_started_is_no_hang(tmp_path):
     assert Ranks(tmp_path).seconds(60, beating=[0]) is None

@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written."""
+"""HashedFile, which hashes while writing, and signed manifests."""
 
 import errno
 import hashlib
@@ -24,7 +24,7 @@ from sparring.processes.manifest import (
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1, 70_000, 2], [200_000, 65_536, 65_535, 300_000]])
-def test_what_is_told_of_a_file_is_what_is_on_the_disk(tmp_path, sizes, monkeypatch):
+def test_entry_of_a_written_file_matches_the_disk(tmp_path, sizes, monkeypatch):
     monkeypatch.setattr(manifest, "_SYNC_BYTES", 100_000)
     blocks = [os.urandom(size) for size in sizes]
     with HashedFile(tmp_path / "x") as file:
@@ -33,7 +33,7 @@ def test_what_is_told_of_a_file_is_what_is_on_the_disk(tmp_path, sizes, monkeypa
     assert file.entry == entry(tmp_path / "x")
 
 
-def test_a_block_may_be_changed_once_it_is_written(tmp_path):
+def test_block_may_be_changed_after_write_returns(tmp_path):
     block = bytearray(1 << 20)
     with HashedFile(tmp_path / "x") as file:
         for number in range(20):
@@ -42,7 +42,7 @@ def test_a_block_may_be_changed_once_it_is_written(tmp_path):
     assert file.entry == entry(tmp_path / "x")
 
 
-def test_torch_saves_into_it(tmp_path):
+def test_torch_save_writes_to_a_hashed_file(tmp_path):
     state = {"tensor": torch.randn(300, 300), "plain": [1, "a"]}
     with HashedFile(tmp_path / "x") as file:
         torch.save(state, file)
@@ -51,7 +51,7 @@ def test_torch_saves_into_it(tmp_path):
     assert file.entry == entry(tmp_path / "x")
 
 
-def test_a_disk_that_fails_once_is_told_of(tmp_path, monkeypatch):
+def test_single_sync_error_is_raised(tmp_path, monkeypatch):
     failures = [OSError(errno.EIO, "Input/output error")]
 
     def fdatasync(descriptor):
@@ -66,7 +66,7 @@ def test_a_disk_that_fails_once_is_told_of(tmp_path, monkeypatch):
     assert not failures and file.entry == {}
 
 
-def test_a_full_disk_ends_a_save_by_torch(tmp_path, monkeypatch):
+def test_full_disk_raises_in_torch_save(tmp_path, monkeypatch):
     file = HashedFile(tmp_path / "x")
     file._opened.close()
     file._opened = open("/dev/full", "wb")  # noqa: SIM115
@@ -74,7 +74,7 @@ def test_a_full_disk_ends_a_save_by_torch(tmp_path, monkeypatch):
         torch.save({"tensor": torch.zeros(100_000)}, file)
 
 
-def test_tensors_have_a_crc32_and_all_else_a_sha256(tmp_path):
+def test_tensor_files_have_a_crc32_and_others_a_sha256(tmp_path):
     content = os.urandom(300_000)
     files = {name: tmp_path / name for name in ("model.safetensors", "training_state.pt", "config.yaml", "index.json")}
     for name, path in files.items():
@@ -85,7 +85,7 @@ def test_tensors_have_a_crc32_and_all_else_a_sha256(tmp_path):
             {"crc32": f"{zlib.crc32(content):08x}"} if tensors else {"sha256": hashlib.sha256(content).hexdigest()}
         )
         assert file.entry == entry(path) == {"size": 300_000} | checksum
-    # the entry says which: earlier versions wrote a SHA-256 of everything
+    # the entry names its checksum: earlier versions wrote SHA-256 only
     sha256 = {name: {"size": 300_000, "sha256": hashlib.sha256(content).hexdigest()} for name in files}
     assert damage(tmp_path, {"files": sha256}) == []
     files["model.safetensors"].write_bytes(bytes([content[0] ^ 1]) + content[1:])
@@ -95,8 +95,8 @@ def test_tensors_have_a_crc32_and_all_else_a_sha256(tmp_path):
         assert damage(tmp_path, {"files": listed}) == wrong
 
 
-def test_a_crc32_binds_no_config(tmp_path):
-    """It can be forged: a config that a stranger's manifest lists by it would be signed, and replaced later."""
+def test_crc32_is_not_accepted_for_a_config(tmp_path):
+    """A CRC-32 can be forged: a config listed by CRC-32 could be signed and replaced later."""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     size, crc32 = 8, f"{zlib.crc32(b'seed: 1' + bytes([10])):08x}"
     (tmp_path / "manifest.json").write_text(
@@ -106,10 +106,10 @@ def test_a_crc32_binds_no_config(tmp_path):
     with pytest.raises(ManifestError, match="is damaged: config.yaml does not match its checksum"):
         sign(tmp_path, "config.yaml")
     assert not is_signed(read_manifest(tmp_path))
-    # also where this user signed it
+    # also if this user signed it
     write_manifest(tmp_path, "checkpoint", {"config.yaml": {"size": size, "crc32": crc32}})
     assert damage(tmp_path, read_manifest(tmp_path), ["config.yaml"])
-    # of a run, the config is taken as it is
+    # the config of a run is signed as it is
     write_manifest(tmp_path, "run", {"config.yaml": {"size": size, "crc32": crc32}})
     sign(tmp_path, "config.yaml")
     assert read_manifest(tmp_path)["files"]["config.yaml"] == entry(tmp_path / "config.yaml")
@@ -125,14 +125,14 @@ def signed(tmp_path):
 
 
 @pytest.mark.parametrize("hmac", ["\ud800", "é" * 64, "0" * 64, "", None, 1, [["0" * 64]]], ids=ascii)
-def test_an_hmac_is_the_one_or_none(signed, hmac):
+def test_wrong_hmac_is_not_signed(signed, hmac):
     file = signed / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hmac": hmac}))
     assert not is_signed(read_manifest(signed))
 
 
-def test_what_is_nested_too_deeply_is_no_manifest(signed):
-    """It may be read where it cannot be written: some 990 levels, as the stack is."""
+def test_deeply_nested_manifest_is_refused(signed):
+    """Between the limits of reading and writing (about 990 levels), depending on the stack."""
     content = (signed / "manifest.json").read_text().rstrip()[:-1]
     for depth in (8, 100, *range(900, 1010), 3000):
         (signed / "manifest.json").write_text(f'{content}, "x": {"[" * depth}{"]" * depth}}}')
@@ -142,7 +142,7 @@ def test_what_is_nested_too_deeply_is_no_manifest(signed):
 
 
 @pytest.mark.parametrize("kind", ["too long", "FIFO", "folder", "not text"])
-def test_a_manifest_is_a_small_regular_file(signed, kind):
+def test_manifest_must_be_a_small_regular_file(signed, kind):
     file = signed / "manifest.json"
     if kind == "too long":
         os.truncate(file, (64 << 20) + 1)
@@ -157,13 +157,13 @@ def test_a_manifest_is_a_small_regular_file(signed, kind):
 
 
 @pytest.mark.parametrize("name, why", [("x" * 5000, "cannot be read (File name too long)"), ("x\0", "is missing")])
-def test_names_that_no_file_has_are_damage(signed, name, why):
+def test_invalid_file_names_are_damage(signed, name, why):
     (found,) = damage(signed, {"files": {name: {"size": 1}}})
     assert found == f"{name[:255]} {why}"
 
 
-def test_files_that_are_links_are_read_and_nothing_is_written_through_them(signed, tmp_path_factory):
-    """Folders of caches hold links to files elsewhere."""
+def test_links_are_read_but_not_written_through(signed, tmp_path_factory):
+    """Cache folders contain links to files elsewhere."""
     cache = tmp_path_factory.mktemp("cache")
     for file in list(signed.iterdir()):
         file.rename(cache / file.name)

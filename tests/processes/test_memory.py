@@ -1,4 +1,4 @@
-"""Files that are memory: what killed processes leave is swept, and room is there or refused."""
+"""Shared memory files: removal of stale files, and reserved space."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ def of_bytes(size: int) -> dict:
     return {("x",): Column((size,), np.dtype("uint8"))}
 
 
-def test_what_a_killed_process_shared_is_swept_and_what_is_in_use_is_not(tmp_path):
+def test_stale_files_of_killed_processes_are_removed_and_used_ones_kept(tmp_path):
     code = f"""
 import os, signal
 import numpy as np
@@ -38,29 +38,29 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_room_that_is_reserved_is_there_or_refused(tmp_path, monkeypatch):
+def test_space_is_reserved_or_refused(tmp_path, monkeypatch):
     reserved = SharedMemory.make(of_bytes(1 << 20), tmp_path)
     assert reserved.handle.file.stat().st_blocks * 512 >= 1 << 20
     del reserved
 
-    def in_a_file_system_that_says(number):
-        def say(handle, offset, length):
+    def make_with_error(number):
+        def fail(handle, offset, length):
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(os, "posix_fallocate", say)
-        return SharedMemory.make(of_bytes(1 << 20), tmp_path, "the films", "a smaller room")
+        monkeypatch.setattr(os, "posix_fallocate", fail)
+        return SharedMemory.make(of_bytes(1 << 20), tmp_path, "the videos", "a smaller room")
 
-    for taken in (errno.ENOSPC, errno.EDQUOT):
-        with pytest.raises(UserError, match="the films needs 1 MiB, but .* free; choose a smaller room"):
-            in_a_file_system_that_says(taken)
+    for no_space in (errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(UserError, match="the videos needs 1 MiB, but .* free; choose a smaller room"):
+            make_with_error(no_space)
     with pytest.raises(OSError, match="Input/output error"):
-        in_a_file_system_that_says(errno.EIO)
+        make_with_error(errno.EIO)
     assert list(tmp_path.iterdir()) == []
-    # one that cannot reserve
-    assert in_a_file_system_that_says(errno.EOPNOTSUPP).handle.file.stat().st_size == 1 << 20
+    # a file system without fallocate
+    assert make_with_error(errno.EOPNOTSUPP).handle.file.stat().st_size == 1 << 20
 
 
-def test_a_file_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+def test_file_removed_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
     make, made = tempfile.mkstemp, []
 
     def make_and_sweep(**where):
@@ -77,18 +77,18 @@ def test_a_file_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeyp
     assert (SharedMemory.attach(memory.handle).bytes == 7).all()
 
 
-def test_what_is_not_there_as_it_was_made_is_not_opened(tmp_path):
+def test_missing_or_short_file_is_not_attached(tmp_path):
     missing, short = tmp_path / "missing", tmp_path / "short"
     with pytest.raises(FileNotFoundError):
         SharedMemory.attach(SharedHandle(missing, of_bytes(64)))
     short.write_bytes(b"7" * 63)
     with pytest.raises(ValueError):
         SharedMemory.attach(SharedHandle(short, of_bytes(64)))
-    # and neither made nor lengthened
+    # neither file was created or extended
     assert not missing.exists() and short.stat().st_size == 63
 
 
-def test_tensors_that_are_first_asked_for_in_inference_mode_can_be_written_to_later(tmp_path):
+def test_tensors_first_read_in_inference_mode_are_writable(tmp_path):
     memory = SharedMemory.make({("x",): Column((64,), torch.uint8)}, tmp_path)
     with torch.inference_mode():
         before = memory.tensors["x",].clone()

@@ -1,4 +1,4 @@
-"""Out of memory: wherever it happens to whatever policy, the error says what to set, with a number."""
+"""Out of memory: for every stage and policy, the error names a setting and a value."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import pytest
 import tiny_pi0
 import torch
 from doubles_native import Instructed, make_native
-from parity_cases import Drifting
-from pi0_cases import Told, make
+from parity_cases import RandomEnv
+from pi0_cases import Cameras, make
 from tensordict import TensorDict
 from torch import nn
 
@@ -43,7 +43,7 @@ def run_out(*_, **__):
 
 
 class RunsOut(torch.autograd.Function):
-    """In the backward pass."""
+    """Raises in the backward pass."""
 
     @staticmethod
     def forward(ctx, x):
@@ -52,36 +52,36 @@ class RunsOut(torch.autograd.Function):
     backward = staticmethod(run_out)
 
 
-class HungryPolicy(ActorCritic):
-    """Where `hungry` says so."""
+class FailingPolicy(ActorCritic):
+    """Raises in the stage that `failing` names."""
 
-    hungry = ""
+    failing = ""
 
     def __init__(self, config: ActorCriticConfig, spec, chunk: int):
         super().__init__(config, spec, chunk)
-        if self.hungry == "make":
+        if self.failing == "make":
             run_out()
 
     def _apply(self, *arguments, **named):
-        return run_out() if self.hungry == "move" else super()._apply(*arguments, **named)
+        return run_out() if self.failing == "move" else super()._apply(*arguments, **named)
 
     def act(self, td):
-        return run_out() if self.hungry == "act" else super().act(td)
+        return run_out() if self.failing == "act" else super().act(td)
 
     def value(self, td):
-        return run_out() if self.hungry == "value" else super().value(td)
+        return run_out() if self.failing == "value" else super().value(td)
 
     def evaluate(self, td):
-        if self.hungry == "evaluate":
+        if self.failing == "evaluate":
             run_out()
         scored = super().evaluate(td)
-        if self.hungry == "backward" and torch.is_grad_enabled():
+        if self.failing == "backward" and torch.is_grad_enabled():
             scored["log_prob"] = RunsOut.apply(scored["log_prob"])
         return scored
 
     def imitation_loss(self, td, generator):
         loss, numbers = super().imitation_loss(td, generator)
-        return (RunsOut.apply(loss) if self.hungry == "backward" else loss), numbers
+        return (RunsOut.apply(loss) if self.failing == "backward" else loss), numbers
 
     def __deepcopy__(self, memo):
         run_out()
@@ -92,13 +92,13 @@ def policy():
     return made()
 
 
-def made(hungry="", **config):
+def made(failing="", **config):
     torch.manual_seed(0)
-    kind = type("Hungry", (HungryPolicy,), {"hungry": hungry})
-    return kind(ActorCriticConfig(**config), Drifting(1).spec, 1)
+    kind = type("Failing", (FailingPolicy,), {"failing": failing})
+    return kind(ActorCriticConfig(**config), RandomEnv(1).spec, 1)
 
 
-def sentence(function, *arguments) -> str:
+def error_of(function, *arguments) -> str:
     with pytest.raises(OutOfMemory) as caught:
         function(*arguments)
     assert caught.value.exit_code == 1
@@ -107,19 +107,19 @@ def sentence(function, *arguments) -> str:
 
 def collected(policy, steps=8):
     buffer = RolloutBuffer(steps)
-    Collector(Env(Drifting(ROBOTS)), policy, seed=0).collect(buffer)
+    Collector(Env(RandomEnv(ROBOTS)), policy, seed=0).collect(buffer)
     return buffer.get(flatten=False)
 
 
-# ---- what it says
+# ---- the message
 
 
-def test_how_much_less_follows_from_what_was_free():
+def test_suggested_value_follows_from_free_memory():
     model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
     model.config = LoraConfig()
     with pytest.raises(OutOfMemory) as caught, explain_oom("acting", model, 64, "rollout.n_envs"):
         run_out()
-    # 100 MiB of activations and 100 free of the 100 + 300 that 64 rows take at least
+    # 100 MiB of activations and 100 free, of the at least 100 + 300 MiB that 64 rows need
     assert str(caught.value) == (
         "out of memory while acting: 300 MiB more were requested and 100 MiB were free; the weights take 4 MiB. "
         "Set rollout.n_envs=32 or less (64 decisions at once were too many); or policy.lora_r=8 or policy.frozen, "
@@ -127,14 +127,14 @@ def test_how_much_less_follows_from_what_was_free():
     )
 
 
-def test_a_last_large_demand_lowers_the_number_further():
+def test_large_request_lowers_the_suggested_value():
     message = CUDA.replace("300.00 MiB", "1.46 GiB")
     with pytest.raises(OutOfMemory, match="Set rollout.n_envs=8 or less"), explain_oom("", None, 64, "rollout.n_envs"):
         raise torch.OutOfMemoryError(message)
 
 
 @pytest.mark.parametrize(
-    ("settings", "frozen", "said"),
+    ("settings", "frozen", "hint"),
     [
         (
             {"precision": "fp32"},
@@ -155,16 +155,16 @@ def test_a_last_large_demand_lowers_the_number_further():
         ({"precision": "bf16", "dtype": "bf16", "lora_r": 0}, False, "policy.lora_r=8 or policy.frozen, up to 12 MiB"),
     ],
 )
-def test_what_else_to_set_follows_from_the_policys_section(settings, frozen, said):
+def test_other_suggestions_follow_from_the_policy_settings(settings, frozen, hint):
     model = nn.Linear(1024, 1024, bias=False).requires_grad_(not frozen)
     model.config = SimpleNamespace(**settings)
     with pytest.raises(OutOfMemory) as caught, explain_oom("acting", model, 2, "rollout.n_envs"):
         run_out()
     ways = str(caught.value).split("Set ")[1].split("; or ")
-    assert len(ways) == 2 and ways[0].startswith("rollout.n_envs=1 or less") and said in ways[1]
+    assert len(ways) == 2 and ways[0].startswith("rollout.n_envs=1 or less") and hint in ways[1]
 
 
-def test_where_nothing_can_be_set():
+def test_without_a_setting_a_smaller_model_is_suggested():
     with pytest.raises(OutOfMemory, match="Use a smaller model, or a machine with more memory"), explain_oom("making"):
         raise MemoryError
     model = nn.Linear(2, 2)
@@ -173,7 +173,7 @@ def test_where_nothing_can_be_set():
         run_out()
 
 
-def test_a_cpus_allocator_has_no_error_of_its_own():
+def test_errors_of_the_cpu_allocator_are_recognised():
     with pytest.raises(OutOfMemory) as caught, explain_oom("acting", None, 64, "rollout.n_envs"):
         torch.empty(10**15)
     assert str(caught.value).startswith("out of memory while acting: 3638 TiB more were requested and ")
@@ -183,15 +183,15 @@ def test_a_cpus_allocator_has_no_error_of_its_own():
             raise RuntimeError(message)
 
 
-def test_other_errors_pass():
-    for error in (RuntimeError("another"), ValueError(CUDA), UserError("mine"), OutOfMemory("told already")):
+def test_other_errors_are_not_changed():
+    for error in (RuntimeError("another"), ValueError(CUDA), UserError("mine"), OutOfMemory("explained already")):
         with pytest.raises(type(error)) as caught, explain_oom("acting"):
             raise error
         assert caught.value is error
 
 
-def test_it_is_found_behind_what_it_led_to():
-    """As when a CUDA graph is being recorded, which then cannot be ended."""
+def test_error_is_found_in_the_exception_context():
+    """Like during the capture of a CUDA graph, which then cannot be ended."""
     with pytest.raises(OutOfMemory, match="300 MiB more were requested and 100 MiB were free"), explain_oom("acting"):
         try:
             run_out()
@@ -199,57 +199,57 @@ def test_it_is_found_behind_what_it_led_to():
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-# ---- where it is said, for any policy
+# ---- stages, for any policy
 
 
-def test_making_and_moving(monkeypatch):
-    config = ActorCriticConfig(name="test_memory_errors:HungryPolicy")
-    for hungry, said in (
+def test_creating_and_moving_a_policy(monkeypatch):
+    config = ActorCriticConfig(name="test_memory_errors:FailingPolicy")
+    for failing, hint in (
         ("make", f"making the policy ({config.name}): "),
         ("move", "moving the policy to cpu"),
     ):
-        monkeypatch.setattr(HungryPolicy, "hungry", hungry)
-        assert f"out of memory while {said}" in sentence(make_policy, config, Drifting(1).spec, 1)
+        monkeypatch.setattr(FailingPolicy, "failing", failing)
+        assert f"out of memory while {hint}" in error_of(make_policy, config, RandomEnv(1).spec, 1)
 
 
-@pytest.mark.parametrize("hungry", ["act", "value"])
-def test_acting(hungry):
-    told = sentence(collected, made(hungry))
-    assert told.startswith("out of memory while acting: 300 MiB more were requested and 100 MiB were free; the weights")
-    assert "Set rollout.n_envs=2 or less (4 decisions at once were too many); or policy.precision=bf16 (RL" in told
+@pytest.mark.parametrize("failing", ["act", "value"])
+def test_acting(failing):
+    text = error_of(collected, made(failing))
+    assert text.startswith("out of memory while acting: 300 MiB more were requested and 100 MiB were free; the weights")
+    assert "Set rollout.n_envs=2 or less (4 decisions at once were too many); or policy.precision=bf16 (RL" in text
 
 
-def test_acting_in_evaluations():
-    collector = Collector(Env(Drifting(ROBOTS)), made("act"), seed=0, greedy=True)
-    assert "Set rollout.n_envs=2 or less" in sentence(collector.decide)
+def test_acting_in_an_evaluation():
+    collector = Collector(Env(RandomEnv(ROBOTS)), made("act"), seed=0, greedy=True)
+    assert "Set rollout.n_envs=2 or less" in error_of(collector.decide)
 
 
-def test_scoring_and_the_backward_pass(policy):
+def test_scoring_and_backward_pass(policy):
     rollout = collected(policy)
-    type(policy).hungry = "evaluate"
-    told = sentence(PPO(PPOConfig(), policy).update, rollout)
-    assert "while scoring: " in told and "Set ppo.micro_batch_size=16 or less (32 decisions at once" in told
-    assert "Set grpo.micro_batch_size=2 or less (5" in sentence(
+    type(policy).failing = "evaluate"
+    text = error_of(PPO(PPOConfig(), policy).update, rollout)
+    assert "while scoring: " in text and "Set ppo.micro_batch_size=16 or less (32 decisions at once" in text
+    assert "Set grpo.micro_batch_size=2 or less (5" in error_of(
         GRPO(GRPOConfig(micro_batch_size=5), policy).scorer.parity, Decisions(rollout.flatten(0, 1))
     )
-    type(policy).hungry = "backward"
-    told = sentence(PPO(PPOConfig(mini_batch_size=16, micro_batch_size=8), policy).update, rollout)
-    assert "while computing gradients: " in told and "Set ppo.micro_batch_size=4 or less (8 decisions" in told
+    type(policy).failing = "backward"
+    text = error_of(PPO(PPOConfig(mini_batch_size=16, micro_batch_size=8), policy).update, rollout)
+    assert "while computing gradients: " in text and "Set ppo.micro_batch_size=4 or less (8 decisions" in text
 
 
-def test_the_optimiser_and_the_reference(policy, monkeypatch):
+def test_optimiser_and_reference_policy(policy, monkeypatch):
     rollout = collected(policy)
     ppo = PPO(PPOConfig(), policy)
     monkeypatch.setattr(ppo.step.optimizer, "step", run_out)
-    assert "out of memory while applying a gradient step: " in sentence(ppo.update, rollout)
-    told = sentence(PPO(PPOConfig(kl_coef=0.1), policy).update, rollout)
-    assert "out of memory while copying the policy for ppo.kl_coef=0.1: " in told
+    assert "out of memory while applying a gradient step: " in error_of(ppo.update, rollout)
+    text = error_of(PPO(PPOConfig(kl_coef=0.1), policy).update, rollout)
+    assert "out of memory while copying the policy for ppo.kl_coef=0.1: " in text
     monkeypatch.setattr("sparring.algorithms.gradient_step._FlatParameters", run_out)
-    assert "out of memory while allocating gradients: " in sentence(PPO, PPOConfig(), policy)
+    assert "out of memory while allocating gradients: " in error_of(PPO, PPOConfig(), policy)
 
 
-class Shown:
-    """Of demonstrations, what a batch is drawn from."""
+class Dataset:
+    """Demonstrations to sample batches from."""
 
     def __len__(self):
         return 100
@@ -263,58 +263,58 @@ class Shown:
 def test_imitation():
     def imitating(policy, **settings):
         config = ImitateConfig(batch_size=6, steps_per_update=1, **settings)
-        phase = Imitate(config, Env(Drifting(1)), policy, Shown(), Distributed("cpu"), 0)
+        phase = Imitate(config, Env(RandomEnv(1)), policy, Dataset(), Distributed("cpu"), 0)
         phase._begin = lambda: None
         return phase
 
-    told = sentence(imitating(made("backward"), ema=None).step, 0.0)
-    assert "out of memory while imitating: " in told and "Set imitate.batch_size=3 or less (6 decisions" in told
-    told = sentence(lambda: imitating(made(), ema=0.9))
-    assert "out of memory while allocating gradients and imitate.ema: " in told
+    text = error_of(imitating(made("backward"), ema=None).step, 0.0)
+    assert "out of memory while imitating: " in text and "Set imitate.batch_size=3 or less (6 decisions" in text
+    text = error_of(lambda: imitating(made(), ema=0.9))
+    assert "out of memory while allocating gradients and imitate.ema: " in text
 
 
-def test_the_command_line_says_it_without_a_traceback(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(HungryPolicy, "hungry", "act")
-    words = ["train", "finetune", "policy.name=test_memory_errors:HungryPolicy", "env.name=gym:CartPole-v1"]
+def test_command_line_prints_no_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(FailingPolicy, "failing", "act")
+    words = ["train", "finetune", "policy.name=test_memory_errors:FailingPolicy", "env.name=gym:CartPole-v1"]
     words += ["rollout.n_envs=2", "rollout.steps=8", "training.iterations=1", "--output", str(tmp_path / "run")]
     assert main(words) == 1
     error = capsys.readouterr().err
     assert "out of memory while acting: " in error and "rollout.n_envs=1" in error and "Traceback" not in error
 
 
-# ---- of pretrained models
+# ---- pretrained models
 
 
 @pytest.mark.parametrize("model", ["Samples", "Flows"])
 def test_vla_models(monkeypatch, model):
-    policy = make_policy(doubles_vla.config(model), doubles_vla.Seeing(1).spec, 1)
+    policy = make_policy(doubles_vla.config(model), doubles_vla.RandomCameraEnv(1).spec, 1)
     monkeypatch.setattr(policy.model, "encode" if model == "Flows" else "sample", run_out)
-    collector = Collector(Env(doubles_vla.Seeing(ROBOTS)), policy, seed=0)
-    told = sentence(collector.collect, RolloutBuffer(2))
-    assert "Set rollout.n_envs=2 or less" in told and "policy.lora_r=8 or policy.frozen" in told
-    # a model that is tried, and not understood, is told otherwise
+    collector = Collector(Env(doubles_vla.RandomCameraEnv(ROBOTS)), policy, seed=0)
+    text = error_of(collector.collect, RolloutBuffer(2))
+    assert "Set rollout.n_envs=2 or less" in text and "policy.lora_r=8 or policy.frozen" in text
+    # out of memory while the interface is probed
     if model == "Flows":
         monkeypatch.setattr(doubles_vla.Flows, "denoise", run_out)
-        assert "making the policy (vla)" in sentence(
-            make_policy, doubles_vla.config("Flows"), doubles_vla.Seeing(1).spec, 1
+        assert "making the policy (vla)" in error_of(
+            make_policy, doubles_vla.config("Flows"), doubles_vla.RandomCameraEnv(1).spec, 1
         )
 
 
-def test_pi0_is_loaded_and_acts(tmp_path, monkeypatch):
+def test_loading_and_acting_of_pi0(tmp_path, monkeypatch):
     import transformers
 
     checkpoint = tiny_pi0.write(tmp_path)
     policy = make(checkpoint, lora_r=2)
     monkeypatch.setattr(policy.model.model.vlm, "forward", run_out)
-    told = sentence(Collector(Env(Told(ROBOTS)), policy, seed=0, chunk=3).collect, RolloutBuffer(2))
-    assert "Set rollout.n_envs=2 or less" in told and "policy.precision=bf16 policy.dtype=bf16 (RL" in told
+    text = error_of(Collector(Env(Cameras(ROBOTS)), policy, seed=0, chunk=3).collect, RolloutBuffer(2))
+    assert "Set rollout.n_envs=2 or less" in text and "policy.precision=bf16 policy.dtype=bf16 (RL" in text
     monkeypatch.setattr(transformers.PI0ForConditionalGeneration, "from_pretrained", run_out)
-    told = sentence(make_policy, PI0PolicyConfig(model_path=str(checkpoint)), Told(1).spec, 3)
-    assert told.startswith("out of memory while making the policy (pi0): 300 MiB more were requested and 100 MiB")
+    text = error_of(make_policy, PI0PolicyConfig(model_path=str(checkpoint)), Cameras(1).spec, 3)
+    assert text.startswith("out of memory while making the policy (pi0): 300 MiB more were requested and 100 MiB")
 
 
-def test_a_native_vla_records_its_graphs():
-    """Recording fails for want of memory, and ending it fails for that."""
+def test_capture_of_graphs_of_a_native_vla():
+    """Capture runs out of memory, and ending the capture fails therefore."""
 
     def record(function, tensors):
         try:
@@ -326,5 +326,5 @@ def test_a_native_vla_records_its_graphs():
     fast = ActingGraphs(policy.model, policy.sampling_steps, half=False, compiled=False, record=record)
     policy._acting_graphs = lambda robots: fast
     collector = Collector(Env(Instructed(ROBOTS)), policy, seed=0, chunk=4)
-    told = sentence(collector.collect, RolloutBuffer(2))
-    assert "out of memory while acting: 300 MiB more were requested" in told and "Set rollout.n_envs=2 or less" in told
+    text = error_of(collector.collect, RolloutBuffer(2))
+    assert "out of memory while acting: 300 MiB more were requested" in text and "Set rollout.n_envs=2 or less" in text

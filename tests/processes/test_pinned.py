@@ -1,4 +1,4 @@
-"""Memory that a GPU copies from by itself, played by a double of CUDA's runtime."""
+"""Pinned shared memory, with a double of the CUDA runtime."""
 
 import gc
 from contextlib import nullcontext
@@ -12,53 +12,53 @@ GPU = torch.device("cuda:1")
 
 
 class Runtime:
-    """What was asked of it, and whether that is refused."""
+    """Records calls and, with `refuses`, returns an error."""
 
     def __init__(self, refuses: bool):
-        self.refuses, self.asked = refuses, []
+        self.refuses, self.calls = refuses, []
 
     def cudaHostRegister(self, pointer, nbytes, flags):
-        self.asked.append(("register", pointer, nbytes))
+        self.calls.append(("register", pointer, nbytes))
         return int(self.refuses)
 
     def cudaHostUnregister(self, pointer):
-        self.asked.append(("unregister", pointer))
+        self.calls.append(("unregister", pointer))
 
 
 @pytest.fixture
 def runtime(request, monkeypatch):
     runtime = Runtime(request.param)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: runtime.asked.append(("on", device)) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: runtime.calls.append(("on", device)) or nullcontext())
     return runtime
 
 
 @pytest.mark.parametrize("runtime", [False], indirect=True)
-def test_it_is_pinned_on_its_device_until_it_goes(runtime, tmp_path):
+def test_memory_is_pinned_on_its_device_until_it_is_freed(runtime, tmp_path):
     shared = SharedMemory.make({("x",): Column((3, 5), torch.float32)}, tmp_path)
     data = shared.bytes
     shared.pin(torch.device("cpu"))
-    assert not runtime.asked
+    assert not runtime.calls
     shared.pin(GPU)
     # 60 bytes, filled up to a cache line
-    assert runtime.asked == [("on", GPU), ("register", data.ctypes.data, 64)]
+    assert runtime.calls == [("on", GPU), ("register", data.ctypes.data, 64)]
     pointer = data.ctypes.data
     del shared
     gc.collect()
-    # the bytes are still there while it is taken back
-    assert runtime.asked[-1] == ("unregister", pointer) and data.ctypes.data == pointer
+    # the memory still exists when it is unregistered
+    assert runtime.calls[-1] == ("unregister", pointer) and data.ctypes.data == pointer
 
 
 @pytest.mark.parametrize("runtime", [True], indirect=True)
-def test_where_that_is_refused_no_kernel_is_blamed_for_it(runtime, tmp_path, monkeypatch):
+def test_failed_pinning_clears_the_cuda_error(runtime, tmp_path, monkeypatch):
     def kernel(*size, device):
-        runtime.asked.append(("kernel", device))
+        runtime.calls.append(("kernel", device))
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "zeros", kernel)
     shared = SharedMemory.make({("x",): Column((3, 5), torch.float32)}, tmp_path)
     shared.pin(GPU)
-    assert [name for name, *_ in runtime.asked] == ["on", "register", "kernel"]
+    assert [name for name, *_ in runtime.calls] == ["on", "register", "kernel"]
     del shared
     gc.collect()
-    assert runtime.asked[-1][0] == "kernel"
+    assert runtime.calls[-1][0] == "kernel"

@@ -1,4 +1,4 @@
-"""Processes that tests fork are what those that users start are, but for what is imported."""
+"""Processes forked by preloaded.py equal normally started ones, except for imported modules."""
 
 import json
 import os
@@ -17,23 +17,23 @@ pytestmark = [
     pytest.mark.usefixtures("forked"),
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl"),
 ]
-TELL = """
+REPORT = """
 import json, os, random, signal, sys, threading
-told = {name: getattr(sys, name) for name in ("argv", "path", "executable")}
-told |= {"folder": os.getcwd(), "environment": dict(os.environ), "input": sys.stdin.read(), "name": __name__}
-told["signals"] = [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
-told["threads"] = threading.active_count()
-told["is_leader"] = [os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid()]
-told["given"] = os.read(int(sys.argv[1]), 10).decode()
+report = {name: getattr(sys, name) for name in ("argv", "path", "executable")}
+report |= {"folder": os.getcwd(), "environment": dict(os.environ), "input": sys.stdin.read(), "name": __name__}
+report["signals"] = [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+report["threads"] = threading.active_count()
+report["is_leader"] = [os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid()]
+report["given"] = os.read(int(sys.argv[1]), 10).decode()
 torch_was_there = "torch" in sys.modules
 import torch
 import numpy
-print(json.dumps(told))
+print(json.dumps(report))
 print(torch_was_there, random.random(), numpy.random.rand(), torch.initial_seed(), file=sys.stderr)
 raise SystemExit(5)
 """
 
-# a module that is imported by a command, in the place of an env
+# a module that a command imports as an env
 STARTS = """
 import os, subprocess, sys
 from gymnasium.envs.classic_control import CartPoleEnv as Env
@@ -44,10 +44,10 @@ print("its child:", int(parent) == os.getpid(), has_torch)
 """
 
 
-def told(start, folder, **how) -> tuple[dict, list[str]]:
+def report(start, folder, **how) -> tuple[dict, list[str]]:
     read, write = os.pipe()
     os.write(write, b"given")
-    words = [sys.executable, "-c", TELL, str(read), "a word"]
+    words = [sys.executable, "-c", REPORT, str(read), "a word"]
     how |= {"cwd": folder, "env": os.environ | {"MINE": "yes"}, "pass_fds": [read], "text": True}
     with start(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
         out, err = process.communicate("typed")
@@ -58,17 +58,17 @@ def told(start, folder, **how) -> tuple[dict, list[str]]:
 
 
 @pytest.mark.parametrize("how", [{}, {"start_new_session": True}, {"process_group": 0}], ids=str)
-def test_it_is_started_with_what_a_fresh_one_is_started_with(tmp_path, how):
-    (fresh, _), (forked, chance) = told(preloaded.Real, tmp_path, **how), told(subprocess.Popen, tmp_path, **how)
-    # the number of a file
-    forked["argv"][1] = fresh["argv"][1]
-    assert fresh == forked
-    assert chance[0] == "True"
-    again = told(subprocess.Popen, tmp_path, **how)[1]
-    assert all(one != other for one, other in zip(chance[1:], again[1:], strict=True))
+def test_forked_process_has_the_state_of_a_new_one(tmp_path, how):
+    (started, _), (forked, random) = report(preloaded.Real, tmp_path, **how), report(subprocess.Popen, tmp_path, **how)
+    # the number of the pipe
+    forked["argv"][1] = started["argv"][1]
+    assert started == forked
+    assert random[0] == "True"
+    again = report(subprocess.Popen, tmp_path, **how)[1]
+    assert all(one != other for one, other in zip(random[1:], again[1:], strict=True))
 
 
-def test_it_is_a_child_that_can_be_killed_and_it_is_alone():
+def test_forked_process_is_a_child_that_can_be_killed():
     words = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"begun\n" and process.poll() is None
@@ -78,8 +78,8 @@ def test_it_is_a_child_that_can_be_killed_and_it_is_alone():
     assert process.returncode == -signal.SIGKILL
 
 
-def test_what_a_command_starts_is_forked_and_a_child_of_the_command(tmp_path):
-    """And ends with it, as all else that was forked."""
+def test_child_of_a_forked_command_is_forked(tmp_path):
+    """A forked command forks its own child processes."""
     (tmp_path / "starts.py").write_text(STARTS)
     words = ["config", "env.name=starts:Env"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
@@ -88,7 +88,7 @@ def test_what_a_command_starts_is_forked_and_a_child_of_the_command(tmp_path):
     assert "its child: True True\n" in done.stdout, done.stderr
 
 
-def test_env_workers_and_what_has_other_options_are_fresh():
+def test_env_workers_and_other_options_are_not_forked():
     backend = ProcessBackend(GymConfig(name="gym:CartPole-v1", workers=1), 1)
     (worker,) = backend._pool.workers
     assert "sparring.envs.worker_main" in psutil.Process(worker.process.pid).cmdline()

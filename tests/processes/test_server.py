@@ -1,4 +1,4 @@
-"""A server that nobody can tie up: half requests, slow readers, nonsense."""
+"""The server stays available with incomplete requests, slow readers and invalid requests."""
 
 import http.client
 import socket
@@ -33,7 +33,7 @@ def server():
     server.server_close()
 
 
-def ask(server, path="/"):
+def get(server, path="/"):
     connection = http.client.HTTPConnection(HOST, server.server_address[1], timeout=10)
     try:
         connection.request("GET", path)
@@ -44,7 +44,7 @@ def ask(server, path="/"):
 
 
 def send(server, text, wait_s=10):
-    """All that is answered to these bytes, until the server hangs up or has nothing more to say."""
+    """The response to these bytes, until the server closes the connection or the response is complete."""
     with socket.create_connection(server.server_address, timeout=wait_s) as connection:
         connection.sendall(text)
         answer = b""
@@ -60,23 +60,23 @@ def until(happens, limit_s=10):
     assert happens()
 
 
-def test_half_requests_keep_nobody_out_and_hold_few_threads(server):
+def test_incomplete_requests_do_not_block_others_or_hold_threads(server):
     before = threading.active_count()
-    with ExitStack() as held:
+    with ExitStack() as opened:
         for _ in range(300):
-            half = held.enter_context(socket.create_connection(server.server_address, timeout=10))
+            half = opened.enter_context(socket.create_connection(server.server_address, timeout=10))
             half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-")
         assert threading.active_count() - before <= Server.connections
         began = time.monotonic()
-        assert ask(server) == (200, b"fine")
+        assert get(server) == (200, b"fine")
         assert time.monotonic() - began < 2
-        # all of them are still held, and yet their threads are free after `request_s`
+        # the connections are still open, but their threads end after `request_s`
         until(lambda: threading.active_count() <= before)
     assert server._open == {} and server._closing == set()
 
 
-def test_a_head_that_never_ends_is_not_waited_for(server):
-    """A byte now and then would begin a limit for each byte anew."""
+def test_endless_request_head_times_out(server):
+    """A client that sends single bytes must not restart the limit."""
     began = time.monotonic()
     with socket.create_connection(server.server_address, timeout=10) as slow, pytest.raises(OSError):
         slow.sendall(b"GET / HTTP/1.1\r\n")
@@ -87,25 +87,25 @@ def test_a_head_that_never_ends_is_not_waited_for(server):
     assert time.monotonic() - began > Server.request_s - 0.5
 
 
-def test_somebody_who_reads_nothing_is_not_waited_for(server):
+def test_client_that_does_not_read_times_out(server):
     with socket.create_connection(server.server_address, timeout=10) as slow:
         slow.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         until(lambda: [waits for waits, _ in server._open.values()] == [False])
         until(lambda: not server._open)
 
 
-def test_where_all_are_being_answered_a_new_one_is_told_to_come_again(server):
-    with ExitStack() as held:
+def test_busy_server_responds_503(server):
+    with ExitStack() as opened:
         for _ in range(Server.connections):
-            slow = held.enter_context(socket.create_connection(server.server_address, timeout=10))
+            slow = opened.enter_context(socket.create_connection(server.server_address, timeout=10))
             slow.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         until(lambda: [waits for waits, _ in server._open.values()] == [False] * Server.connections)
-        assert ask(server)[0] == 503
+        assert get(server)[0] == 503
     until(lambda: not server._open)
-    assert ask(server) == (200, b"fine")
+    assert get(server) == (200, b"fine")
 
 
-def test_one_connection_may_ask_often(server):
+def test_connection_may_send_several_requests(server):
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(server.server_address, timeout=10) as connection:
         for _ in range(5):
@@ -135,29 +135,29 @@ def test_one_connection_may_ask_often(server):
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: 1\r\n" * 200 + b"\r\n", 431),
     ],
 )
-def test_nonsense_is_refused_without_a_traceback(server, capfd, text, status):
+def test_invalid_requests_are_refused_without_a_traceback(server, capfd, text, status):
     assert send(server, text).split()[1] == str(status).encode()
-    assert ask(server) == (200, b"fine")
+    assert get(server) == (200, b"fine")
     assert capfd.readouterr().err == ""
 
 
-def test_what_follows_a_body_is_no_request(server):
+def test_body_of_a_request_is_not_a_request(server):
     body = b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     assert send(server, head + body).count(b"HTTP/1.1 200") == 1
 
 
-def test_a_mistake_of_ours_is_told_in_a_line(server, capfd):
+def test_exception_in_a_handler_is_logged_in_one_line(server, capfd):
     with pytest.raises((http.client.HTTPException, ConnectionError)):
-        ask(server, "/wrong")
-    assert ask(server) == (200, b"fine")
-    told = capfd.readouterr().err
-    assert told.startswith("sparring: a request failed: RuntimeError: a mistake of ours (") and told.count("\n") == 1
+        get(server, "/wrong")
+    assert get(server) == (200, b"fine")
+    err = capfd.readouterr().err
+    assert err.startswith("sparring: a request failed: RuntimeError: a mistake of ours (") and err.count("\n") == 1
 
 
-def test_connections_for_which_there_was_no_thread_take_no_place(server, monkeypatch):
+def test_connections_without_a_thread_are_closed(server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
         for _ in range(2 * server.connections):
             assert send(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
-    assert not server._open and ask(server) == (200, b"fine")
+    assert not server._open and get(server) == (200, b"fine")

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: lines in a pipe, a view on a terminal, and the end of it."""
+"""Console output of a run: lines in a pipe, a view on a terminal, the final summary."""
 
 import io
 import logging
@@ -35,40 +35,40 @@ def plain_size(monkeypatch):
 
 
 def shown(fraction: float = 0.5, width: int = 100, **metrics) -> list[str]:
-    """The lines of a view, as wide as they are."""
-    seen = _View(Terminal(), "finetune  run")
-    seen.console.width = width
-    seen.show(fraction, "500 steps  10 steps/s  0:05 left", metrics, "")
-    lines = [text.plain.rstrip() for text in seen.lines(fraction, "500 steps  10 steps/s  0:05 left", "")]
-    seen.close()
+    """The lines of a view."""
+    shown_view = _View(Terminal(), "finetune  run")
+    shown_view.console.width = width
+    shown_view.show(fraction, "500 steps  10 steps/s  0:05 left", metrics, "")
+    lines = [text.plain.rstrip() for text in shown_view.lines(fraction, "500 steps  10 steps/s  0:05 left", "")]
+    shown_view.close()
     return lines
 
 
 # ---- pipe
 
 
-def test_lines_in_a_pipe_are_plain_and_sparse():
+def test_pipe_gets_plain_sparse_lines():
     pipe = io.StringIO()
     lines = Console(pipe, pipe_seconds=3600)
     with lines:
         for done in (0.25, 0.5, 1.0):
             lines.progress(done, int(done * 1000), "reward 1.00", metrics={"success_rate": 0.5})
-    # the first and the last; the one between came too soon
+    # the first and the last; the second came too soon after the first
     assert [line.split()[0] for line in pipe.getvalue().splitlines()] == ["25%", "100%"]
     assert pipe.getvalue().splitlines()[0] == " 25%  250 steps  starting  ? left  reward 1.00"
     assert "steps/s" in pipe.getvalue() and "\x1b" not in pipe.getvalue() and "\r" not in pipe.getvalue()
 
 
-def test_a_world_model_that_learns_its_tokens_first_says_so_instead_of_an_accuracy(monkeypatch):
-    monkeypatch.setattr("sparring.runs.run.Console.progress", lambda self, *told: said.append(told))
-    said, progress = [], Progress(3, 0, 0)
+def test_tokenizer_training_is_shown_instead_of_an_accuracy(monkeypatch):
+    monkeypatch.setattr("sparring.runs.run.Console.progress", lambda self, *arguments: calls.append(arguments))
+    calls, progress = [], Progress(3, 0, 0)
     phase = SimpleNamespace(progress=progress, preparing="learning its tokens 40 %", accuracy="fresh_acc")
     run = SimpleNamespace(phase=phase, fraction=0.25, log=SimpleNamespace(update=lambda *_: None))
     console, tokens = _RunConsole(), {"loss": 1.5, "collect_seconds": 1.0}
     console.after_update(run, tokens)
     phase.preparing, metrics = None, tokens | {"fresh_acc": 0.5}
     console.after_update(run, metrics)
-    assert said == [
+    assert calls == [
         (0.25, 3, "loss 1.500", "updates", tokens, "learning its tokens 40 %"),
         (0.25, 3, "loss 1.500  accuracy 50%", "updates", metrics, None),
     ]
@@ -78,14 +78,14 @@ def test_a_world_model_that_learns_its_tokens_first_says_so_instead_of_an_accura
     assert pipe.getvalue() == " 25%  3 updates  starting  ? left  learning its tokens 40 %  loss 1.500\n"
 
 
-def test_a_terminal_that_can_do_nothing_gets_lines_too(monkeypatch):
+def test_dumb_terminal_gets_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     terminal = Terminal()
     Console(terminal).progress(0.5, 5, "reward 1.00")
     assert terminal.getvalue() == " 50%  5 steps  starting  ? left  reward 1.00\n"
 
 
-def test_quiet_is_quiet():
+def test_quiet_prints_nothing():
     terminal = Terminal()
     with Console(terminal, quiet=True) as console:
         console.progress(0.5, 5, "", metrics={"loss": 1.0})
@@ -95,7 +95,7 @@ def test_quiet_is_quiet():
 # ---- terminal
 
 
-def test_a_view_has_what_the_run_has():
+def test_view_shows_the_metrics_of_the_run():
     assert shown(success_rate=0.87, episode_reward=12.34, policy_loss=-0.0131, approx_kl=0.0089, loss=0.2) == [
         "finetune  run",
         "████████████████████░░░░░░░░░░░░░░░░░░░░  50%  500 steps  10 steps/s  0:05 left",
@@ -103,19 +103,19 @@ def test_a_view_has_what_the_run_has():
         "reward    ▁  12.3",
         "losses    policy -0.0131  KL 0.0089",
     ]
-    # of a world model, and of demonstrations
+    # of a world model, and of imitation
     assert shown(fresh_acc=0.5, loss=0.2)[2:] == ["accuracy  ▅  50%"]
     assert shown(loss=0.25)[2:] == ["loss      ▁  0.25"]
-    # pay is shown as it came, not as it was normalised
+    # rewards are shown unnormalised
     explorer = shown(contact_share=0.25, **{"reward/prediction_error": 1.5, "reward/prediction_error_normalized": 0.1})
     assert explorer[2:] == ["contact   ▃  25%", "rewards   prediction_error 1.5"]
-    # while robots act in a process of their own
+    # in async mode
     assert shown(staleness=1.0, queue_depth=0.5, actor_idle=0.03)[2:] == [
         "async     staleness 1  queue 0.5  robots idle 3%"
     ]
 
 
-def test_it_fits_narrow_terminals():
+def test_view_fits_narrow_terminals():
     terminal = Terminal()
     narrow = _View(terminal, "finetune  outputs/a_folder_with_a_long_name_somewhere")
     narrow.console.width = 30
@@ -128,15 +128,15 @@ def test_it_fits_narrow_terminals():
     assert lines and all(len(line.rstrip("\r")) <= 30 for line in lines) and lines[0].endswith("…")
 
 
-def test_what_a_metric_was_last_stays_when_an_update_has_none():
-    seen = _View(Terminal(), "")
-    seen.show(0.1, "", {"success_rate": 0.5}, "")
-    seen.show(0.2, "", {"loss": 1.0}, "")
-    assert "success   ▅  50%" in [text.plain for text in seen.lines(0.2, "", "")]
-    seen.close()
+def test_view_keeps_the_last_value_of_a_metric():
+    shown_view = _View(Terminal(), "")
+    shown_view.show(0.1, "", {"success_rate": 0.5}, "")
+    shown_view.show(0.2, "", {"loss": 1.0}, "")
+    assert "success   ▅  50%" in [text.plain for text in shown_view.lines(0.2, "", "")]
+    shown_view.close()
 
 
-def test_ascii_where_there_is_nothing_else():
+def test_view_without_unicode_uses_ascii():
     class Old(Terminal):
         encoding = "ascii"
 
@@ -146,7 +146,7 @@ def test_ascii_where_there_is_nothing_else():
     old.close()
 
 
-def test_it_is_drawn_a_few_times_a_second_at_most(monkeypatch):
+def test_view_is_drawn_at_limited_rate(monkeypatch):
     monkeypatch.setattr(view, "EVERY", 3600.0)
     terminal = Terminal()
     with Console(terminal) as console:
@@ -155,12 +155,12 @@ def test_it_is_drawn_a_few_times_a_second_at_most(monkeypatch):
         for step in range(1, 50):
             console.progress(step / 100, step, "", metrics={"loss": 1.0})
         assert len(terminal.getvalue()) == before
-        # the end is shown, and no curve is the poorer for it
+        # the end is shown, and the curve has all values
         console.progress(1.0, 100, "", metrics={"loss": 1.0})
         assert len(terminal.getvalue()) > before and console.view.curves["loss"].each == 2
 
 
-def test_a_view_goes_and_leaves_a_line_whatever_ends_it():
+def test_closed_view_leaves_one_line():
     terminal = Terminal()
     with pytest.raises(RuntimeError), Console(terminal, title="run") as console:
         console.progress(0.5, 5, "reward 1.00", metrics={"episode_reward": 1.0})
@@ -168,28 +168,28 @@ def test_a_view_goes_and_leaves_a_line_whatever_ends_it():
         raise RuntimeError
     after = terminal.getvalue()[terminal.getvalue().rindex(SHOW_CURSOR) :]
     assert after.endswith(" 50%  5 steps  starting  ? left  reward 1.00\n") and "█" not in after
-    # once
+    # the line is printed once
     console.end()
     assert terminal.getvalue().count("reward 1.00") == 1
-    # and it can be opened again
+    # the view can be opened again
     console.progress(0.6, 6, "reward 2.00", metrics={"episode_reward": 2.0})
     console.end()
     assert terminal.getvalue().endswith("reward 2.00\n")
 
 
-def test_messages_are_printed_above_it_and_whole(monkeypatch):
+def test_log_messages_are_printed_above_the_view(monkeypatch):
     terminal, logger = Terminal(), logging.getLogger("sparring")
     handler = logging.StreamHandler(terminal)
-    # those of earlier runs write to streams that are closed
+    # handlers of earlier runs write to closed streams
     monkeypatch.setattr(logger, "handlers", [handler])
     with Console(terminal) as console:
         console.progress(0.5, 5, "", metrics={"success_rate": 1.0})
         start = len(terminal.getvalue())
-        # longer than the terminal is wide, and nothing in it is markup
+        # wider than the terminal, with text that looks like markup
         logger.warning("to look at: [red]%s.mp4", "x" * 150)
         written = terminal.getvalue()[start:]
         assert f"to look at: [red]{'x' * 150}.mp4" in written
-        # the view follows, on a line of its own
+        # the view follows on a new line
         assert written.index("success") > written.index(".mp4\n")
     logger.warning("after")
     assert terminal.getvalue().endswith("after\n") and handler.stream is terminal
@@ -198,16 +198,16 @@ def test_messages_are_printed_above_it_and_whole(monkeypatch):
 # ---- curves
 
 
-def test_a_curve_holds_all_of_a_run():
+def test_curve_covers_the_complete_run():
     curve = _Curve()
     for value in range(1000):
         curve.add(float(value))
     assert curve.each == 32 and len(curve.cells) == 1000 // 32 < CELLS
-    # the mean of 0 .. 31, and so on
+    # means of 32 values
     assert curve.cells[:2] == [15.5, 47.5]
 
 
-def test_what_is_no_number_is_told_but_not_drawn():
+def test_nan_is_printed_but_not_in_the_curve():
     assert shown(loss=float("nan"))[2:] == ["loss        nan"]
     curve = _Curve()
     for value in (1.0, float("inf"), 2.0):
@@ -229,7 +229,7 @@ def test_clock():
 # ---- the end
 
 
-def test_what_was_reached_in_a_line():
+def test_summary_of_an_evaluation():
     def score(successes: int, reward: float) -> dict[str, _Score]:
         return {"reach_d0": _Score(wilson(successes, 100), reward, 0.0, 50.0)}
 
@@ -241,10 +241,10 @@ def test_what_was_reached_in_a_line():
     assert reached(evaluation) == ["reward 12.00"]
     levels = {"prediction": 22.14, "copy": 24.63, "ceiling": 23.8}
     cameras = {"head": {"changed_mse_ratio": 0.25, "psnr": levels}, "wrist": {"changed_mse_ratio": None}}
-    whole = "head: squared error on changed pixels 0.250 (copying the last frame: 1)"
-    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole + "; PSNR 22.1 dB, copying 24.6 dB"]
+    text = "head: squared error on changed pixels 0.250 (copying the last frame: 1)"
+    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [text + "; PSNR 22.1 dB, copying 24.6 dB"]
     levels["copy"] = None
-    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [whole]
+    assert reached(WorldModelEvaluation(3, 0, {"cameras": cameras})) == [text]
     found = {
         who: _Exploration(10, touch, 1, 1.0, None, 0.0) for who, touch in (("policy", 0.5), ("a", 0.1), ("b", 0.2))
     }

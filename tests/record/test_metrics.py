@@ -1,4 +1,4 @@
-"""Names of metrics: explained once, agreed with by the docs; numbers of several processes; TensorBoard and W&B."""
+"""Names of metrics equal the docs; averages over processes; TensorBoard and W&B."""
 
 import json
 import re
@@ -41,18 +41,18 @@ def lines(folder) -> list[dict]:
 # ---- names
 
 
-def test_the_page_says_what_the_table_says_and_no_more():
+def test_metrics_page_equals_the_table():
     rows = re.findall(r"^\| `([^`]+)` \|(?: `[^`]+` \|)? ([^|]+) \|$", PAGE.read_text(), re.M)
-    told = {(name, meaning) for name, meaning in rows if name not in (*PHASES, "timestamp", "row", "crc")}
+    documented = {(name, meaning) for name, meaning in rows if name not in (*PHASES, "timestamp", "row", "crc")}
     table = {(key, meaning) for key, (_, meaning) in FLAT.items()} | {*NAMES.values()}
-    assert told == table | set(EVALUATIONS.items())
+    assert documented == table | set(EVALUATIONS.items())
     assert all(meaning in PAGE.read_text() for _, meaning in FAMILIES.values())
 
 
-def test_names_are_in_groups_and_mean_one_thing():
+def test_names_are_unique_and_in_known_groups():
     groups = {name.partition("/")[0] for name, _ in [*NAMES.values(), *FLAT.values()]}
     assert groups == {"rollout", "train", "world_model", "perf"}
-    # two phases may tell the same thing
+    # two phases may report the same metric
     assert len({*NAMES.values()}) == len({name for name, _ in NAMES.values()})
     assert not {name for name, _ in NAMES.values()} & {name for name, _ in FLAT.values()}
 
@@ -69,12 +69,12 @@ def test_names_are_in_groups_and_mean_one_thing():
         ("temperature", "train/temperature"),
     ],
 )
-def test_what_files_call_it(short, name):
+def test_names_in_files(short, name):
     assert file_name(short) == name
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_what_algorithms_tell_is_explained(tmp_path, algorithm):
+def test_metrics_of_algorithms_are_documented(tmp_path, algorithm):
     more = {"algorithm": algorithm, "output": str(tmp_path), "training": {"iterations": 2, "log_every": 2}}
     if algorithm == "grpo":
         more |= {"ppo": {}, "grpo": {"mini_batch_size": 32, "epochs": 1, "kl_coef": 0.1}}
@@ -86,7 +86,7 @@ def test_what_algorithms_tell_is_explained(tmp_path, algorithm):
     wanted = {"train/advantage_mean", "train/advantage_std", "train/policy_loss", "train/clip_fraction", "train/parity"}
     wanted |= {"train/return_mean", "train/return_std"} if algorithm == "ppo" else {"train/groups_dropped"}
     assert wanted <= line.keys() and line["lr"] > 0
-    # poles fall: the env does not tell success from failure
+    # CartPole reports no success
     assert line["avg_acc"] is None and line["episode_reward"] > 0
 
 
@@ -94,7 +94,7 @@ def test_what_algorithms_tell_is_explained(tmp_path, algorithm):
 
 
 class Pair(Distributed):
-    """This process and another one, which has `others`."""
+    """This process and another one with the values `others`."""
 
     def __init__(self, others):
         super().__init__("cpu")
@@ -116,7 +116,7 @@ def test_mean_and_deviation_over_all_decisions():
     assert both == {"x_mean": 4.0, "x_std": pytest.approx(5**0.5)}
 
 
-def test_a_line_has_the_means_over_the_processes_that_have_a_number(tmp_path):
+def test_line_has_means_over_processes_with_a_value(tmp_path):
     run = Run(load_config(SMALL | {"output": str(tmp_path)}))
     run.distributed = Pair({"update_seconds": 3.0, "learner_idle": 0.25})
     run.recorder.pending.update({"update_seconds": [1.0, 2.0], "loss": [4.0]})
@@ -128,21 +128,21 @@ def test_a_line_has_the_means_over_the_processes_that_have_a_number(tmp_path):
 # ---- evaluations
 
 
-def test_what_a_line_says_of_an_evaluation():
+def test_numbers_of_an_evaluation():
     def score(successes, episodes, reward):
         return _Score(wilson(successes, episodes), reward, 0.0, 5.0)
 
     tasks = {"push": score(1, 2, 1.0), "lift": score(2, 2, 3.0), "all": score(3, 4, 2.0)}
-    told = Evaluation(4, 0, {"policy": tasks, "random": {"all": score(0, 4, -1.0)}}, [], EnvSpec({}, 1))
-    numbers = told.numbers()
+    evaluation = Evaluation(4, 0, {"policy": tasks, "random": {"all": score(0, 4, -1.0)}}, [], EnvSpec({}, 1))
+    numbers = evaluation.numbers()
     assert (numbers["episodes"], numbers["success_rate"], numbers["reward"], numbers["steps"]) == (4, 0.75, 2.0, 5.0)
     assert numbers["success_low"] == wilson(3, 4).low and numbers["success_high"] == wilson(3, 4).high
     assert (numbers["push/success_rate"], numbers["lift/reward"], numbers["random_success_rate"]) == (0.5, 3.0, 0.0)
     assert (numbers["push/success_low"], numbers["push/success_high"]) == (wilson(1, 2).low, wilson(1, 2).high)
     assert (numbers["random_success_low"], numbers["random_success_high"]) == (0.0, wilson(0, 4).high)
     assert "all/reward" not in numbers
-    told.scores, told.spec = {"policy": {"task": score(0, 4, 2.0)}}, EnvSpec({}, 1, reports_success=False)
-    numbers = told.numbers()
+    evaluation.scores, evaluation.spec = {"policy": {"task": score(0, 4, 2.0)}}, EnvSpec({}, 1, reports_success=False)
+    numbers = evaluation.numbers()
     assert numbers["success_rate"] is numbers["success_low"] is numbers["success_high"] is None
     assert numbers["reward"] == 2.0 and "task/reward" not in numbers and "random_reward" not in numbers
 
@@ -158,7 +158,7 @@ def test_what_a_line_says_of_an_evaluation():
         ({"rerun": True}, "rerun-sdk", "rerun"),
     ],
 )
-def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch, setting, package, extra):
+def test_missing_package_is_reported_before_the_run_is_built(tmp_path, monkeypatch, setting, package, extra):
     monkeypatch.setattr("sparring.record.recorder.find_spec", lambda name: None)
     monkeypatch.setattr("sparring.runs.run.resolve", lambda *_: pytest.fail("built"))
     config = load_config(SMALL | {"output": str(tmp_path / "run"), "logging": setting})
@@ -168,7 +168,7 @@ def test_a_missing_package_is_told_before_anything_is_made(tmp_path, monkeypatch
 
 
 def stopped_and_resumed(folder, logging: dict) -> list[dict]:
-    """A run that goes back from update 3 to the checkpoint of update 2, then to its end."""
+    """A run that fails in update 4, resumes from the checkpoint of update 2, and ends."""
     config = load_config(SMALL | {"output": str(folder), "logging": SMALL["logging"] | logging})
     first = Run(config)
     step, updates = first.phase.step, first.phase.progress
@@ -188,7 +188,7 @@ def stopped_and_resumed(folder, logging: dict) -> list[dict]:
     return lines(folder)
 
 
-def test_tensorboard_has_every_line_once_also_after_a_stop(tmp_path):
+def test_tensorboard_has_every_line_once_after_a_resume(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     written = stopped_and_resumed(tmp_path, {"tensorboard": True})
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -202,7 +202,7 @@ def test_tensorboard_has_every_line_once_also_after_a_stop(tmp_path):
 
 
 def history(file: Path, rows: int) -> list[tuple[int, dict]]:
-    """(step, numbers) of so many rows in a `.wandb` file, which W&B's process may still be writing."""
+    """(step, numbers) of `rows` rows in a `.wandb` file, which W&B's process may still be writing."""
     deadline = time.monotonic() + 20
     while len(found := _rows(file)) < rows and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -210,7 +210,7 @@ def history(file: Path, rows: int) -> list[tuple[int, dict]]:
 
 
 def _rows(file: Path) -> list[tuple[int, dict]]:
-    """A log of LevelDB's kind, in blocks, of protocol buffers."""
+    """The file is a LevelDB log: protocol buffers in blocks."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts, rows = file.read_bytes(), 7, [], []
@@ -222,7 +222,7 @@ def _rows(file: Path) -> list[tuple[int, dict]]:
             break
         parts.append(data[at + 7 : at + 7 + size])
         at += 7 + size
-        # a whole record, or the last part of one
+        # a complete record, or its last part
         if kind in (1, 4):
             record = Record.FromString(b"".join(parts))
             parts = []
@@ -232,12 +232,12 @@ def _rows(file: Path) -> list[tuple[int, dict]]:
     return rows
 
 
-def test_wandb_keeps_numbers_and_videos_of_one_run_over_a_stop(tmp_path, monkeypatch):
+def test_wandb_continues_its_run_after_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     written = stopped_and_resumed(tmp_path, {"mode": "offline", "project": "arms", "name": "first"})
     parts = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    # two processes' parts of one run, whose id the folder keeps
+    # parts of two processes, with the run id in wandb/id
     number = (tmp_path / "wandb/id").read_text()
     assert [part.name for part in parts] == [f"run-{number}.wandb"] * 2
     first, second = history(parts[0], 3), history(parts[1], 2)
@@ -248,7 +248,7 @@ def test_wandb_keeps_numbers_and_videos_of_one_run_over_a_stop(tmp_path, monkeyp
     assert second[-1][1]["eval/reward"] > 0 and "eval/reward" not in second[0][1]
 
 
-def test_wandb_gets_a_video_with_the_step_that_is_open(tmp_path, monkeypatch):
+def test_wandb_logs_videos_with_the_current_step(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     from sparring.record.recorder import _WeightsAndBiases

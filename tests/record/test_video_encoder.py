@@ -1,4 +1,4 @@
-"""Jobs are done elsewhere, in order; training never waits for them, and what goes wrong is told once."""
+"""The encoder thread: order of jobs, full queue without waiting, each error reported once."""
 
 import logging
 import re
@@ -13,28 +13,28 @@ from sparring.record.videos import _Encoder
 
 
 @pytest.fixture
-def told(caplog, monkeypatch):
-    """Warnings so far."""
+def warnings(caplog, monkeypatch):
+    """A function that returns the warnings so far."""
     monkeypatch.setattr(logging.getLogger(LOGGER), "propagate", True)
     caplog.set_level(logging.WARNING, LOGGER)
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_jobs_are_done_in_order_in_a_thread_that_ends(told):
+def test_jobs_run_in_order_in_a_thread_that_ends(warnings):
     encoder, done = _Encoder(), []
     for job in range(5):
         assert encoder.submit(lambda job=job: done.append((job, threading.current_thread().name)))
     encoder.finish()
     assert done == [(job, "encoder") for job in range(5)]
     assert "encoder" not in [thread.name for thread in threading.enumerate()]
-    # and again
+    # a new job starts a new thread
     encoder.submit(lambda: done.append("one more"))
     encoder.finish()
-    assert done[-1] == "one more" and told() == []
+    assert done[-1] == "one more" and warnings() == []
 
 
-def test_many_short_jobs_are_all_done():
-    """The thread ends and begins again and again; none falls between."""
+def test_many_short_jobs_all_run():
+    """No job is lost while the thread ends and starts again."""
     encoder, done = _Encoder(), []
     for job in range(300):
         encoder.submit(lambda job=job: done.append(job))
@@ -46,7 +46,7 @@ def test_many_short_jobs_are_all_done():
     assert done == list(range(300))
 
 
-def test_a_full_queue_leaves_out_without_waiting_and_says_how_many(told):
+def test_full_queue_drops_jobs_and_reports_their_number(warnings):
     encoder, gate, done = _Encoder(waiting=2), threading.Event(), []
     begun = threading.Event()
     encoder.submit(lambda: (begun.set(), gate.wait(10)))
@@ -57,11 +57,11 @@ def test_a_full_queue_leaves_out_without_waiting_and_says_how_many(told):
     gate.set()
     encoder.finish()
     assert done == [0, 1]
-    (warning,) = told()
+    (warning,) = warnings()
     assert re.match("3 videos .* left out, as 2 waited; set rollout.render_episodes lower", warning)
 
 
-def test_what_goes_wrong_costs_one_job_and_is_told_once(told):
+def test_failed_job_is_reported_once_per_error(warnings):
     def fail(error):
         raise error
 
@@ -71,16 +71,16 @@ def test_what_goes_wrong_costs_one_job_and_is_told_once(told):
     encoder.submit(lambda: done.append(1))
     encoder.finish()
     assert done == [1]
-    first, second = told()
+    first, second = warnings()
     assert "missing: '1.mp4': no ffmpeg" in first and "missing: OSError: [Errno 28] disk is full" in second
 
 
-def test_finishing_has_an_end(told):
+def test_finish_has_a_timeout(warnings):
     encoder, gate = _Encoder(), threading.Event()
     encoder.submit(lambda: gate.wait(10))
     encoder.submit(lambda: None)
     encoder.finish(timeout_s=0.1)
     gate.set()
-    (warning,) = told()
+    (warning,) = warnings()
     assert re.match("2 videos .* not ready after 0 s", warning)
     encoder.finish()

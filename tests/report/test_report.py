@@ -1,4 +1,4 @@
-"""What is read of run folders, and the page that it becomes."""
+"""Reading run folders, and the report page."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def content_of(html: bytes) -> dict:
 # --- lines ---
 
 
-def test_a_tail_reads_on_and_leaves_a_torn_line_for_later(tmp_path, monkeypatch):
+def test_tail_continues_and_waits_for_incomplete_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "BLOCK", 7)
     file = tmp_path / "x.jsonl"
     file.write_text('{"a": 1}\n{"a": 2}\n{"a"')
@@ -64,7 +64,7 @@ def test_a_tail_reads_on_and_leaves_a_torn_line_for_later(tmp_path, monkeypatch)
     assert reader.damage(0) == [] and not reader.was_cut()
 
 
-def test_lines_that_cannot_be_read_are_counted(tmp_path):
+def test_unreadable_lines_are_counted(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_bytes(b'{"a": 1}\n{"a": 1\n[3]\n\n\xff\xfe\n{"a": null}\n')
     reader = Tail(file)
@@ -73,13 +73,13 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("after", ["shorter", "as long", "longer", "gone"])
-def test_a_file_that_was_cut_is_noticed_however_long_it_is_now(tmp_path, after):
+def test_rewritten_file_is_detected_at_any_length(tmp_path, after):
     file = tmp_path / "x.jsonl"
     write_lines(file, [{"timestamp": 1.5 + i} for i in range(20)])
     reader = Tail(file)
     rows_of(reader)
     lines = [{"timestamp": 1.5 + i} for i in range(10)]
-    # the same first lines, then others
+    # the same first lines, then different ones
     lines += {"shorter": [], "as long": [{"timestamp": 2.5 + i} for i in range(10, 20)], "longer": [{"b": 1}] * 40}.get(
         after, []
     )
@@ -90,14 +90,14 @@ def test_a_file_that_was_cut_is_noticed_however_long_it_is_now(tmp_path, after):
     assert reader.was_cut()
 
 
-def test_a_missing_file_has_no_rows(tmp_path):
+def test_missing_file_has_no_rows(tmp_path):
     assert rows_of(Tail(tmp_path / "none.jsonl")) == []
 
 
 # --- curves ---
 
 
-def test_buckets_keep_mean_least_and_most(monkeypatch):
+def test_buckets_keep_mean_minimum_and_maximum(monkeypatch):
     monkeypatch.setattr(curves, "BUCKETS", 4)
     table = Curves()
     table.add([{"update": i, "y": float(i * i)} for i in range(6)])
@@ -109,7 +109,7 @@ def test_buckets_keep_mean_least_and_most(monkeypatch):
     assert points["curves"]["y"]["high"].tolist() == [1, 9, 25]
 
 
-def test_rows_in_any_portions_give_the_same_curves():
+def test_curves_do_not_depend_on_the_portions_of_rows():
     random = np.random.default_rng(0)
     lines = [{"y": x, **({"z": -x} if i % 7 == 0 else {})} for i, x in enumerate(random.normal(size=5000).tolist())]
     whole, parts = Curves(), Curves()
@@ -126,7 +126,7 @@ def test_rows_in_any_portions_give_the_same_curves():
     assert whole.mean("z") == pytest.approx(-y[::7].mean())
 
 
-def test_what_is_no_number_is_missing():
+def test_values_that_are_no_numbers_are_missing():
     table = Curves()
     table.add([{"y": 1, "word": "x", "list": [1]}, {"y": None, "late": True}, {"y": float("inf")}])
     points = table.points()
@@ -135,7 +135,7 @@ def test_what_is_no_number_is_missing():
     assert table.mean("y") == 1 and table.mean("word") is None
 
 
-def test_a_table_starts_anew_when_its_file_was_cut(tmp_path):
+def test_curves_restart_after_their_file_was_cut(tmp_path):
     file = tmp_path / "episode_metrics.jsonl"
     write_lines(file, [metrics_line(update) for update in range(1, 11)])
     table = _CurvesFile(file)
@@ -156,24 +156,24 @@ def span(stage, begin, end, who="collector"):
     return {"who": who, "stage": stage, "begin": BEGAN + begin, "end": BEGAN + end, "version": 0}
 
 
-def test_busy_shares_add_up_however_long_turns_are(tmp_path):
+def test_busy_shares_sum_to_the_duration_of_spans(tmp_path):
     file = tmp_path / "timeline.jsonl"
     write_lines(file, [span("simulate", 0, 0.01), span("simulate", 3, 60.25), span("learn", 60, 70.5, "learner")])
     timeline = Timeline(file)
     timeline.refresh()
-    told = timeline.lanes()
-    simulate, learn = told["lanes"]
+    shown = timeline.lanes()
+    simulate, learn = shown["lanes"]
     assert (simulate["who"], simulate["stage"], learn["stage"]) == ("collector", "simulate", "learn")
     assert simulate["seconds"] == pytest.approx(57.26) and learn["seconds"] == pytest.approx(10.5)
-    assert told["bin_seconds"] * BINS > 70.5 and max(simulate["share"]) == 1
-    assert simulate["share"].sum() * told["bin_seconds"] == pytest.approx(57.26, rel=1e-3)
-    # what comes later makes bins wider, and loses nothing
+    assert shown["bin_seconds"] * BINS > 70.5 and max(simulate["share"]) == 1
+    assert simulate["share"].sum() * shown["bin_seconds"] == pytest.approx(57.26, rel=1e-3)
+    # later spans widen the bins; the sums stay
     write_lines(file, [span("learn", 1000, 1001, "learner")], "a")
     timeline.refresh()
     assert [lane["seconds"] for lane in timeline.lanes()["lanes"]] == pytest.approx([57.26, 11.5])
 
 
-def test_spans_that_are_none_are_left_out(tmp_path):
+def test_invalid_spans_are_ignored(tmp_path):
     file = tmp_path / "timeline.jsonl"
     write_lines(file, [{"who": "learner", "stage": "learn", "begin": BEGAN, "end": None}, span("learn", 1, 1)])
     timeline = Timeline(file)
@@ -182,7 +182,7 @@ def test_spans_that_are_none_are_left_out(tmp_path):
     assert lane["seconds"] == 0 and lane["share"].tolist() == [0]
 
 
-def test_the_close_look_is_of_the_last_fine_turns(tmp_path):
+def test_detail_view_has_the_last_short_spans(tmp_path):
     file = tmp_path / "timeline.jsonl"
     fine = [span("simulate", i, i + 0.5) for i in range(2000)]
     write_lines(file, [*fine, *(span("collect", 2000 + i, 2001 + i) for i in range(500))])
@@ -194,8 +194,8 @@ def test_the_close_look_is_of_the_last_fine_turns(tmp_path):
     assert lanes["simulate"]["turns"][-1].tolist() == [1199, 1199.5]
 
 
-def test_the_close_look_begins_where_every_lane_does(tmp_path):
-    """The last 1200 of 2 x 400 turns of each of three rollouts: of the second only group 1 is whole."""
+def test_detail_view_begins_where_all_lanes_are_complete(tmp_path):
+    """The last 1200 of 2 x 400 spans per rollout, three rollouts: of the second only group 1 is complete."""
     file = tmp_path / "timeline.jsonl"
     lines = []
     for rollout in range(3):
@@ -206,18 +206,18 @@ def test_the_close_look_begins_where_every_lane_does(tmp_path):
     write_lines(file, [*lines, span("learn", 100, 900, "learner"), span("infer", 1200, 1201, "collector 0")])
     timeline = Timeline(file)
     timeline.refresh()
-    told = timeline.lanes()
-    assert told["close_began"] == 800
-    turns = {(lane["who"], lane["stage"]): lane["turns"] for lane in told["lanes"]}
+    shown = timeline.lanes()
+    assert shown["close_began"] == 800
+    turns = {(lane["who"], lane["stage"]): lane["turns"] for lane in shown["lanes"]}
     assert len(turns["collector 0", "infer"]) == 401 and len(turns["collector 1", "infer"]) == 400
-    # what had begun before is cut
+    # earlier spans are cut
     assert turns["learner", "learn"].tolist() == [[0, 100]]
 
 
-# --- pictures ---
+# --- images and videos ---
 
 
-def test_failures_come_first_then_the_newest(tmp_path):
+def test_videos_show_failures_first_then_the_newest(tmp_path):
     run = make_run(tmp_path / "run", pictures=True)
     (run / "videos" / "rollout_000003_0.mp4").write_bytes(b"x")
     (run / "videos" / "rollout_000012_1.mp4").write_bytes(b"x")
@@ -236,10 +236,10 @@ def test_failures_come_first_then_the_newest(tmp_path):
     assert found[1].update == 12 and found[1].success is None
 
 
-def test_what_was_evaluated_since_is_told_apart_and_shown_once(tmp_path):
+def test_later_evaluations_are_marked_and_shown_once(tmp_path):
     run = make_run(tmp_path / "run", pictures=True)
     own = (run / "videos/episode_000160_1.mp4").read_bytes()
-    # filmed anew, another episode of the same size, another task
+    # an equal copy, another episode of the same size, another task
     (run / "videos/eval_0.mp4").write_bytes(own)
     (run / "videos/eval_1.mp4").write_bytes(own[:-1] + b"x")
     (run / "videos/eval_task-lift_d0_0.mp4").write_bytes(b"y")
@@ -255,46 +255,46 @@ def test_what_was_evaluated_since_is_told_apart_and_shown_once(tmp_path):
     }
 
 
-def test_only_predictions_are_shown_as_such(tmp_path):
-    """Six moments of a film, whose video is not encoded yet or failed, are none."""
+def test_only_predictions_are_listed_as_predictions(tmp_path):
+    """Contact sheets of episodes are not predictions, even without their video."""
     run = make_run(tmp_path / "run", pictures=True)
     for name in ("rollout_000003_0.png", "episode_000160_000020_0.png"):
         (run / "samples" / name).write_bytes(b"x")
     assert [strip.file for strip in Picture.strips(run)] == ["samples/episode_0160_pred_vs_gt.png"]
 
 
-def test_pictures_are_chosen_by_number_and_by_size():
+def test_images_are_selected_by_number_and_size():
     pictures = [Picture(str(i), "strip", bytes=10 * i) for i in range(1, 8)]
     assert [picture.file for picture in _spread(pictures, 4)] == ["1", "3", "5", "7"]
     assert [picture.file for picture in _within(pictures, 45)] == ["1", "2"]
     assert [picture.file for picture in _within(pictures[::-1], 45)] == ["4"]
-    # 30 leaves 15: a large one does not keep small ones out
+    # 30 leaves 15: a small image still fits after a large one
     assert [picture.file for picture in _within([pictures[2], pictures[1], pictures[0]], 45)] == ["3", "1"]
 
 
 # --- settings ---
 
 
-def test_runs_are_called_by_what_differs(tmp_path):
+def test_runs_are_labelled_by_their_differences(tmp_path):
     runs = [make_run(tmp_path / f"run{seed}", seed=seed) for seed in range(3)]
     configs = [saved_settings(run) for run in runs]
     assert _labels(configs, ["a", "b", "c"]) == ["seed 0", "seed 1", "seed 2"]
     assert _differences(configs) == [{"key": "seed", "values": ["0", "1", "2"]}]
-    # the same settings, too many differences, no config: names it is
+    # equal settings, too many differences, or no config: folder names
     assert _labels([configs[0]] * 2, ["a", "b"]) == ["a", "b"]
     assert _labels([{"a": 1, "b": 1, "c": 1, "d": 1}, {"a": 2, "b": 2, "c": 2, "d": 2}], ["x", "y"]) == ["x", "y"]
     assert _labels([configs[0], {}], ["a", "b"]) == ["a", "b"]
     assert _short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
 
 
-def test_one_run_is_compared_with_the_defaults(tmp_path):
+def test_single_run_is_compared_with_the_defaults(tmp_path):
     run = make_run(tmp_path / "run", seed=3)
     config = saved_settings(run)
     assert _differences([config, _defaults(config, run)]) == [{"key": "seed", "values": ["3", "0"]}]
     assert _defaults(config | {"env.name": "not.there:Env"}, run) is None
 
 
-def test_what_losses_and_rewards_are_of_is_told(tmp_path):
+def test_kinds_of_losses_and_rewards(tmp_path):
     def kinds(**settings):
         return _kinds(flatten(load_config(settings, to_run=False).dump()))
 
@@ -310,17 +310,17 @@ def test_what_losses_and_rewards_are_of_is_told(tmp_path):
 # --- status ---
 
 
-def test_a_run_that_says_running_is_looked_for(tmp_path):
+def test_running_state_needs_a_held_lock(tmp_path):
     here = {"state": "running", "host": platform.node()}
     run = make_run(tmp_path / "a", **here, pid=os.getpid())
-    # the number of a process that lives may be another's by now
+    # the process id may have been reused
     assert _read_status(run)["state"] == "killed"
     lock = take_lock(run)
     assert _read_status(run)["state"] == "running"
     os.close(lock)
 
 
-def test_where_there_are_no_locks_a_run_is_looked_for_by_its_number(tmp_path, monkeypatch):
+def test_running_state_without_locks_needs_a_live_process(tmp_path, monkeypatch):
     monkeypatch.setattr("sparring.runs.listing.is_held", lambda folder: None)
     here = {"state": "running", "host": platform.node()}
     assert _read_status(make_run(tmp_path / "a", **here, pid=os.getpid()))["state"] == "running"
@@ -330,7 +330,7 @@ def test_where_there_are_no_locks_a_run_is_looked_for_by_its_number(tmp_path, mo
     assert _read_status(run)["state"] == "killed"
 
 
-def test_a_run_of_another_machine_lives_while_its_lock_is_held(tmp_path):
+def test_run_of_another_machine_is_running_while_its_lock_is_held(tmp_path):
     run = make_run(tmp_path / "run", state="running", host="another machine")
     assert _read_status(run)["state"] == "killed"
     lock = take_lock(run)
@@ -339,7 +339,7 @@ def test_a_run_of_another_machine_lives_while_its_lock_is_held(tmp_path):
     assert _read_status(run)["state"] == "killed"
 
 
-def test_without_a_status_nothing_is_claimed(tmp_path):
+def test_run_without_status_is_unknown(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "status.json").write_text("{")
     assert _read_status(run)["state"] == "unknown"
@@ -354,7 +354,7 @@ def test_without_a_status_nothing_is_claimed(tmp_path):
 # --- a run ---
 
 
-def test_what_is_told_of_a_run(tmp_path):
+def test_parts_of_a_run(tmp_path):
     run = open_run(make_run(tmp_path / "run", pictures=True))
     about = run.parts["about"]
     assert (about["state"], about["phase"], about["task"]) == ("finished", "finetune", "reach_d0")
@@ -365,7 +365,7 @@ def test_what_is_told_of_a_run(tmp_path):
     assert [strip["kind"] for strip in run.parts["media"]["strips"]] == ["pred vs gt"]
 
 
-def test_metrics_and_evaluations_have_one_clock(tmp_path):
+def test_metrics_and_evaluations_have_a_common_time_axis(tmp_path):
     path = tmp_path / "run"
     write_lines(path / "episode_metrics.jsonl", [{"update": i, "timestamp": BEGAN + 10 * i} for i in (1, 2)])
     write_lines(path / "evaluations.jsonl", [{"update": 2, "eval/reward": 1.0, "timestamp": BEGAN + 25}])
@@ -374,7 +374,7 @@ def test_metrics_and_evaluations_have_one_clock(tmp_path):
     assert run.parts["evaluations"]["axes"]["timestamp"].tolist() == [15]
 
 
-def test_only_what_changed_gets_a_new_version(tmp_path):
+def test_only_changed_parts_get_a_new_version(tmp_path):
     path = make_run(tmp_path / "run", pictures=True)
     run = open_run(path)
     assert set(run.changed.values()) == {1}
@@ -382,7 +382,7 @@ def test_only_what_changed_gets_a_new_version(tmp_path):
     assert set(run.changed.values()) == {1}
     write_lines(path / "episode_metrics.jsonl", [metrics_line(21)], "a")
     run.refresh(3)
-    # its progress is told by its status, which did not change
+    # progress is in status.json, which did not change
     assert {name for name, version in run.changed.items() if version == 3} == {"metrics"}
     (path / "samples" / "episode_0200_pred_vs_gt.png").write_bytes(b"x")
     run.refresh(4)
@@ -402,26 +402,26 @@ def test_run_folders_are_found_below_a_folder(tmp_path):
 # --- the page ---
 
 
-def test_the_report_is_one_file_that_asks_for_nothing(tmp_path, capsys):
+def test_report_is_one_file_without_external_resources(tmp_path, capsys):
     first = make_run(tmp_path / "a", pictures=True)
     make_run(tmp_path / "b", seed=1)
     with (first / "episode_metrics.jsonl").open("a") as file:
         file.write("</script>\n")
     output = tmp_path / "report.html"
     assert main(["report", str(tmp_path), "--output", str(output)]) == 0
-    told = capsys.readouterr()
-    assert told.out == f"{output}\n"
-    assert told.err == f"'{first}': episode_metrics.jsonl: lines that could not be read, and are left out: 1\n"
+    shown = capsys.readouterr()
+    assert shown.out == f"{output}\n"
+    assert shown.err == f"'{first}': episode_metrics.jsonl: lines that could not be read, and are left out: 1\n"
     written = output.read_bytes()
     assert not re.search(rb'(src|href)="(?!data:)', written) and b"{{" not in written
     content = content_of(written)
     assert content["together"]["labels"] == ["seed 0", "seed 1"]
     assert content["runs"]["0"]["media"]["videos"][0]["src"].startswith("data:video/mp4;base64,")
-    # all of it: the other has none
+    # the complete budget: the other run has no media
     assert content["runs"]["0"]["media"]["budget"] == 30_000_000
 
 
-def test_a_report_lies_with_its_run_and_that_of_several_here(tmp_path, monkeypatch, capsys):
+def test_report_of_one_run_is_in_its_folder_else_in_the_working_directory(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", seed=1)
@@ -430,7 +430,7 @@ def test_a_report_lies_with_its_run_and_that_of_several_here(tmp_path, monkeypat
     assert Path("a/report.html").exists() and Path("report.html").exists()
 
 
-def test_pictures_keep_to_their_budget(tmp_path):
+def test_media_stay_within_their_budget(tmp_path):
     run = make_run(tmp_path / "a", pictures=True)
     size = max(file.stat().st_size for file in (run / "videos").glob("*.mp4"))
     output = tmp_path / "report.html"
@@ -441,19 +441,19 @@ def test_pictures_keep_to_their_budget(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "shown"),
     [
         (["{}/none"], "none': no run there; give run folders, e.g. outputs/finetune_rl"),
         (["{}/run", "--output", "{}/no/report.html"], "cannot be written (No such file or directory)"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(tmp_path, capsys, words, told):
+def test_user_errors_are_reported_in_one_line(tmp_path, capsys, words, shown):
     make_run(tmp_path / "run")
     assert main(["report", *(word.format(tmp_path) for word in words)]) == 2
-    assert told in capsys.readouterr().err
+    assert shown in capsys.readouterr().err
 
 
-def test_text_of_a_run_cannot_leave_its_place(tmp_path):
+def test_text_of_a_run_is_escaped(tmp_path):
     run = make_run(tmp_path / "run", why="</script><script>alert(1)</script>")
     collection = Collection([run], lambda path: RunFolder(path, lambda run, picture: ""))
     collection.refresh()

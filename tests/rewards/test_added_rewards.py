@@ -1,4 +1,4 @@
-"""Rewards by import path beside the env's own, in finetune."""
+"""Reward terms by import path, added to the env's reward in finetune."""
 
 import re
 from pathlib import Path
@@ -77,7 +77,7 @@ class Counts(RewardTerm):
         self.learned = state["learned"]
 
 
-def own(**terms):
+def terms_of(**terms):
     return {f"{__name__}:{name}": weight for name, weight in terms.items()}
 
 
@@ -89,7 +89,7 @@ def rollout_and_rewards(**settings):
 
 
 def test_terms_are_added_to_the_envs_reward_on_the_last_executed_step():
-    buffer, rewards = rollout_and_rewards(terms=own(two=0.5, task_reward=3.0), task_reward=0.25)
+    buffer, rewards = rollout_and_rewards(terms=terms_of(two=0.5, task_reward=3.0), task_reward=0.25)
     before = buffer.rollout()["next", "reward"].clone()
     last = buffer.rollout()["next", "executed"] - 1
     metrics = rewards.write_rewards(buffer)
@@ -97,32 +97,32 @@ def test_terms_are_added_to_the_envs_reward_on_the_last_executed_step():
     expected = 0.25 * before
     expected.scatter_add_(-1, last[..., None], added[..., None])
     torch.testing.assert_close(buffer.rollout()["next", "reward"], expected)
-    # a term that is called as the env's own reward is has its path for a name
+    # a term with the name of the env's reward is logged by its path
     mean = float(before.sum(-1).mean())
     assert metrics == pytest.approx(
         {"reward/two": 2.0, "reward/task_reward": mean, f"reward/{__name__}:task_reward": mean}
     )
 
 
-def test_beside_terms_the_env_rewards_as_before_unless_its_weight_is_set():
-    word = f"rewards.{__name__}:two=0"
-    whole = f"rewards.terms={{{__name__}:two: 0}}"
-    weights = [load_config(None, parse_overrides(w)).rewards.task_reward for w in ([], [word], [whole])]
+def test_with_terms_the_env_reward_has_weight_1_by_default():
+    override = f"rewards.{__name__}:two=0"
+    mapping = f"rewards.terms={{{__name__}:two: 0}}"
+    weights = [load_config(None, parse_overrides(w)).rewards.task_reward for w in ([], [override], [mapping])]
     assert weights == [0.0, 1.0, 1.0]
-    assert load_config(None, parse_overrides([word, "rewards.task_reward=0"])).rewards.task_reward == 0.0
-    buffer, rewards = rollout_and_rewards(terms=own(two=0.0, Counts=1.0), task_reward=1.0)
+    assert load_config(None, parse_overrides([override, "rewards.task_reward=0"])).rewards.task_reward == 0.0
+    buffer, rewards = rollout_and_rewards(terms=terms_of(two=0.0, Counts=1.0), task_reward=1.0)
     before = buffer.rollout()["next", "reward"].clone()
     rewards.write_rewards(buffer)
     torch.testing.assert_close(buffer.rollout()["next", "reward"], before)
 
 
 def test_a_class_learns_and_keeps_its_state():
-    buffer, rewards = rollout_and_rewards(terms=own(Counts=1.0))
+    buffer, rewards = rollout_and_rewards(terms=terms_of(Counts=1.0))
     rewards.write_rewards(buffer)
-    _, again = rollout_and_rewards(terms=own(Counts=1.0))
-    again.load_state_dict(rewards.state_dict(), rewards.process_state())
+    _, restored = rollout_and_rewards(terms=terms_of(Counts=1.0))
+    restored.load_state_dict(rewards.state_dict(), rewards.process_state())
     count = buffer.rollout().numel()
-    assert count and again.write_rewards(rollout_and_rewards(terms=own(two=1.0))[0])["reward/Counts"] == count
+    assert count and restored.write_rewards(rollout_and_rewards(terms=terms_of(two=1.0))[0])["reward/Counts"] == count
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_a_term_that_does_not_fit_is_refused_before_training(tmp_path, capsys, p
     assert "\n" not in str(refused.value) and not (tmp_path / "run").exists()
 
 
-def test_rewards_that_are_not_numbers_end_training():
-    buffer, rewards = rollout_and_rewards(terms=own(nan_after_a_while=1.0))
+def test_nan_from_a_term_stops_training():
+    buffer, rewards = rollout_and_rewards(terms=terms_of(nan_after_a_while=1.0))
     with pytest.raises(UserError, match="nan_after_a_while returned NaN or infinity"):
         rewards.write_rewards(buffer)
 
 
-def test_what_was_learned_before_a_term_fails_is_saved(tmp_path):
-    run = Run(config_in(tmp_path, rewards=own(two=1.0), training={"iterations": 9}), quiet=True)
+def test_a_checkpoint_is_saved_when_a_term_fails(tmp_path):
+    run = Run(config_in(tmp_path, rewards=terms_of(two=1.0), training={"iterations": 9}), quiet=True)
     step = run.phase.step
 
     def step_until_the_third(fraction):
@@ -170,7 +170,7 @@ def test_what_was_learned_before_a_term_fails_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["rewards.my.module:term=a"], "my.module:term=a: expected a number"),
         (["rewards.terms.term=1"], "'term' is not an import path"),
@@ -178,12 +178,12 @@ def test_what_was_learned_before_a_term_fails_is_saved(tmp_path):
         (["rewards.my.module:term=1", "phase=student", "student.teacher=x"], "for finetune only, not for student"),
     ],
 )
-def test_where_it_is_not_supported_a_sentence_says_so(words, message):
+def test_unsupported_settings_raise_an_error(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(None, parse_overrides(words), inherit=False)
+        load_config(None, parse_overrides(arguments), inherit=False)
 
 
-def test_a_path_with_dots_is_read_from_a_file_overridden_and_written_again(tmp_path):
+def test_an_import_path_as_key_is_loaded_overridden_and_saved(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("rewards: {my.module:term: 1.0, other:term: 2}\n")
     assert load_config(file).rewards.terms == {"my.module:term": 1.0, "other:term": 2}
@@ -206,5 +206,5 @@ def test_the_example_of_the_docs_trains(tmp_path, monkeypatch, capsys):
     reward = run.phase.buffer.rollout()["next", "reward"]
     torch.testing.assert_close(reward, 1 - 0.1 * run.phase.buffer.rollout()["action"].square().mean(-1))
     run.phase.env.close()
-    words = ["rewards.my_rewards:ends_early=-1", "env.name=gym:CartPole-v1", "device=cpu", "--dry-run"]
-    assert main(["train", "finetune", *words, "--output", str(tmp_path / "dry")]) == 0
+    arguments = ["rewards.my_rewards:ends_early=-1", "env.name=gym:CartPole-v1", "device=cpu", "--dry-run"]
+    assert main(["train", "finetune", *arguments, "--output", str(tmp_path / "dry")]) == 0

@@ -1,4 +1,4 @@
-"""Each term by hand, its sign, and how a rollout is paid."""
+"""Each reward term by hand, its sign, and the rewards of a rollout."""
 
 import copy
 import math
@@ -41,7 +41,7 @@ def memories(entered, entered_wrist, after, after_wrist, is_first=False):
 # ---- memory
 
 
-def test_memory_divergence_pays_for_what_the_wrist_has_come_to_know():
+def test_memory_divergence_rewards_a_decrease_of_the_distance():
     # normalised, (1, 3) is (-1, 1) and (3, 1) is (1, -1): 2 apart in each of two numbers, 2 after the root of D
     apart_then_alike = memories([1, 3], [3, 1], [1, 3], [2, 6])
     assert term("memory_divergence")(apart_then_alike).item() == pytest.approx(2.0, abs=1e-4)
@@ -51,12 +51,12 @@ def test_memory_divergence_pays_for_what_the_wrist_has_come_to_know():
     assert discounted(memories([1, 3], [3, 1], [1, 3], [3, 1])).item() == pytest.approx(2 - 0.5 * 2, abs=1e-4)
 
 
-def test_that_empty_memories_part_costs_nothing():
+def test_memory_divergence_is_zero_at_the_start_of_an_episode():
     assert term("memory_divergence")(memories([0, 0], [0, 0], [1, 3], [3, 1], is_first=True)).item() == 0.0
     assert term("memory_divergence")(memories([0, 0], [0, 0], [1, 3], [3, 1])).item() == pytest.approx(-1.98, abs=1e-4)
 
 
-def test_the_original_divergence_is_raw_costs_what_is_left_and_begins_with_nothing():
+def test_the_original_divergence_is_not_normalised_and_has_a_cost_of_distance():
     original = term("memory_divergence", OriginalRewardsConfig())
     # from 5 (a 3-4-5 triangle) to 2
     closer = memories([3, 4], [0, 0], [2, 0], [0, 0])
@@ -66,11 +66,11 @@ def test_the_original_divergence_is_raw_costs_what_is_left_and_begins_with_nothi
     assert original(memories([3, 4], [0, 0], [2, 0], [0, 0], is_first=True)).item() == 0.0
 
 
-def test_memory_change_is_how_far_the_memory_moved():
+def test_memory_change_is_the_distance_between_memories():
     assert term("memory_change")(memories([1, 1], [0, 0], [4, 5], [0, 0])).item() == 5.0
 
 
-# ---- foresight and task
+# ---- prediction and task
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_memory_change_is_how_far_the_memory_moved():
         ("latent_surprise", "surprise"),
     ],
 )
-def test_what_the_world_model_says_is_paid_as_it_is(name, key):
-    told = {other: torch.zeros(2) for other in ("error", "entropy", "disagreement", "surprise")}
-    td = TensorDict({"judged": told | {key: torch.tensor([0.5, 2.0])}}, [2])
+def test_scores_of_the_world_model_are_rewards(name, key):
+    judged = {other: torch.zeros(2) for other in ("error", "entropy", "disagreement", "surprise")}
+    td = TensorDict({"judged": judged | {key: torch.tensor([0.5, 2.0])}}, [2])
     assert term(name)(td).tolist() == [0.5, 2.0]
 
 
@@ -98,54 +98,54 @@ def test_task_terms_are_the_envs_own():
 # ---- terms that learn
 
 
-def looks(levels, errors=None, states=None):
-    """Transitions [B] between pictures of even brightness."""
+def transitions(levels, errors=None, states=None):
+    """Transitions [B] between images of uniform brightness."""
     count = len(levels)
-    pictures = torch.tensor(levels, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 16, 16).clone()
+    images = torch.tensor(levels, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 16, 16).clone()
     state = torch.zeros(count, 2) if states is None else states
-    seen = TensorDict({"image": {"head": pictures}, "state": state}, [count])
+    observation = TensorDict({"image": {"head": images}, "state": state}, [count])
     error = torch.zeros(count) if errors is None else torch.tensor(errors)
-    td = {"observation": seen, "next": {"observation": seen.clone()}, "judged": {"error": error}}
+    td = {"observation": observation, "next": {"observation": observation.clone()}, "judged": {"error": error}}
     return TensorDict(td | {"action": torch.zeros(count, 1, 1)}, [count])
 
 
-def test_rnd_pays_more_for_what_was_seen_seldom():
+def test_rnd_rewards_rare_observations_more():
     rnd = term("rnd")
     noise = torch.randn(256, 2, generator=torch.Generator().manual_seed(0))
-    often = looks([100 + k % 5 for k in range(256)], states=noise)
+    often = transitions([100 + k % 5 for k in range(256)], states=noise)
     for _ in range(60):
         rnd.learn(often, ALONE)
-    usual, rare = rnd(often).mean(), rnd(looks([250, 0], states=noise[:2])).mean()
+    usual, rare = rnd(often).mean(), rnd(transitions([250, 0], states=noise[:2])).mean()
     assert rare > 10 * usual > 0
 
 
-def test_rnd_is_the_same_in_every_process_and_leaves_the_random_numbers_alone():
+def test_rnd_is_the_same_in_every_process_and_does_not_change_the_random_state():
     torch.manual_seed(3)
-    first = term("rnd")(looks([10, 200]))
+    first = term("rnd")(transitions([10, 200]))
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))
     torch.manual_seed(4)
-    assert torch.equal(first, term("rnd")(looks([10, 200])))
+    assert torch.equal(first, term("rnd")(transitions([10, 200])))
 
 
-def test_learning_progress_pays_where_the_error_fell_and_not_where_it_stayed():
+def test_learning_progress_rewards_a_falling_error_and_not_a_constant_one():
     progress = term("learning_progress")
     bright = [k % 2 * 200 for k in range(512)]
-    # dark scenes had an error of 1, bright ones (pure noise) of 3
-    before = looks(bright, [1.0 + k % 2 * 2 for k in range(512)])
+    # dark images have an error of 1, bright ones (pure noise) of 3
+    before = transitions(bright, [1.0 + k % 2 * 2 for k in range(512)])
     assert progress(before).abs().max() == 0
     for _ in range(150):
         progress.learn(before, ALONE)
-    now = looks([0, 200], [0.25, 3.0])
+    now = transitions([0, 200], [0.25, 3.0])
     learned, noise = progress(now).tolist()
     assert learned == pytest.approx(0.75, abs=0.1) and noise == pytest.approx(0.0, abs=0.1)
 
 
-def test_learning_progress_is_near_zero_after_few_rollouts_where_nothing_is_learned():
+def test_learning_progress_is_soon_near_zero_if_nothing_is_learned():
     progress = term("learning_progress")
-    # nothing becomes better: dark scenes have an error of 2, a screen of static one of 4
-    rollout = looks([k % 2 * 200 for k in range(800)], [2.0 + k % 2 * 2 for k in range(800)])
+    # no error falls: dark images have an error of 2, bright ones (static) of 4
+    rollout = transitions([k % 2 * 200 for k in range(800)], [2.0 + k % 2 * 2 for k in range(800)])
     progress.learn(rollout, ALONE)
     assert progress(rollout).abs().max() < 1.1
     for _ in range(3):
@@ -154,9 +154,9 @@ def test_learning_progress_is_near_zero_after_few_rollouts_where_nothing_is_lear
 
 
 @pytest.mark.parametrize("name", ["rnd", "learning_progress"])
-def test_terms_that_learn_go_on_where_they_were(name):
+def test_a_restored_term_continues_to_learn_identically(name):
     one, other = term(name), term(name)
-    td = looks([10, 60, 110, 160], [0.1, 0.2, 0.3, 0.4])
+    td = transitions([10, 60, 110, 160], [0.1, 0.2, 0.3, 0.4])
     one.learn(td, ALONE)
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     one.learn(td, ALONE)
@@ -167,18 +167,18 @@ def test_terms_that_learn_go_on_where_they_were(name):
 # ---- weights
 
 
-def test_the_default_and_the_original_pay_for_these():
+def test_the_default_and_the_original_weights():
     assert _weights_of(RewardsConfig()) == {"memory_divergence": 0.3, "disagreement": 1.0}
     assert _weights_of(OriginalRewardsConfig()) == {"memory_divergence": 1.0, "prediction_error": 1.0}
     everything = RewardsConfig(**{name: 0.5 for name in TERMS})
     assert _weights_of(everything) == dict.fromkeys(TERMS, 0.5)
 
 
-# ---- paying a rollout
+# ---- rewards of a rollout
 
 
 class Stepper(Policy):
-    """Acts by the number of its decision and its env: 1, 2, 3, ... and ten times as much."""
+    """Its action is the number of its decision, times 10 for robot 1: 1, 2, 3, ... and 10, 20, 30, ..."""
 
     in_keys = []
     noise_size = 1
@@ -200,7 +200,7 @@ class Stepper(Policy):
         return torch.zeros(len(td))
 
 
-def world(**settings):
+def make_rewards(**settings):
     """Two robots with episodes of 3 and 5 steps, two steps a decision, four decisions a rollout."""
     env = counting_env((3, 5))
     model = JudgingWorldModel(JudgeConfig(), env.spec, 2)
@@ -211,8 +211,8 @@ def world(**settings):
 ONLY_ERROR = {"memory_divergence": 0, "disagreement": 0, "prediction_error": 1, "clip": 1e6}
 
 
-def test_a_rollout_is_paid_on_the_last_executed_step_of_each_decision():
-    rewards, _, collector, buffer = world(**ONLY_ERROR)
+def test_rewards_are_on_the_last_executed_step_of_each_decision():
+    rewards, _, collector, buffer = make_rewards(**ONLY_ERROR)
     collector.collect(buffer)
     metrics = rewards.write_rewards(buffer)
     errors = np.array([[1, 10], [2, 20], [3, 30], [4, 40]], np.float64)
@@ -225,28 +225,28 @@ def test_a_rollout_is_paid_on_the_last_executed_step_of_each_decision():
     assert metrics["reward/prediction_error_normalized"] == pytest.approx(0, abs=1e-6)
 
 
-def test_episodes_are_told_by_what_they_were_paid_across_rollouts():
-    rewards, _, collector, buffer = world(**ONLY_ERROR)
+def test_episode_rewards_add_up_across_rollouts():
+    rewards, _, collector, buffer = make_rewards(**ONLY_ERROR)
     collector.collect(buffer)
     first = rewards.write_rewards(buffer)["episode_reward"]
-    before = paid_by(rewards)
+    before = reward_of(rewards)
     # robot 0: decisions 1, 2 and 3, 4; robot 1: 1 to 3
     assert first == pytest.approx(np.mean([before(1, 2), before(3, 4), before(10, 20, 30)]), rel=1e-4)
     collector.collect(buffer)
     second = rewards.write_rewards(buffer)["episode_reward"]
-    # robot 1's second episode began in the first rollout, with decision 4, which was paid by what was usual then
-    now = paid_by(rewards)
+    # robot 1's second episode began in the first rollout: decision 4 was normalised with the statistics of that time
+    now = reward_of(rewards)
     assert second == pytest.approx(np.mean([now(5, 6), now(7, 8), before(40) + now(50, 60)]), rel=1e-4)
 
 
-def paid_by(rewards):
-    """What so many errors are paid together, as things are now."""
+def reward_of(rewards):
+    """The total reward of these errors with the current statistics."""
     mean, scale = float(rewards.normalizer.mean), float(rewards.normalizer.scale)
     return lambda *errors: sum((error - mean) * scale for error in errors)
 
 
-def test_memories_are_carried_across_rollouts_and_cleared_where_an_episode_begins():
-    rewards, model, collector, buffer = world()
+def test_memories_are_carried_across_rollouts_and_cleared_at_the_start_of_an_episode():
+    rewards, model, collector, buffer = make_rewards()
     for _ in range(2):
         collector.collect(buffer)
         rewards.write_rewards(buffer)
@@ -255,19 +255,19 @@ def test_memories_are_carried_across_rollouts_and_cleared_where_an_episode_begin
     assert entered[:, 0, 0].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
     assert entered[:, 1, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert entered[:, 1, 1].tolist() == [0, 10, 30, 0, 40, 90, 0, 70]
-    # one score, and one look without the head camera, a decision
+    # per decision: one score, and one observe without the head camera
     assert dict(model.calls) == {"score": 8, "observe": 8}
 
 
-def test_the_memory_without_the_head_is_compared_only_where_a_term_asks():
-    rewards, model, collector, buffer = world(**ONLY_ERROR)
+def test_the_memory_without_the_head_camera_is_computed_only_if_a_term_needs_it():
+    rewards, model, collector, buffer = make_rewards(**ONLY_ERROR)
     collector.collect(buffer)
     rewards.write_rewards(buffer)
     assert dict(model.calls) == {"score": 4}
 
 
 def test_terms_are_normalised_by_running_statistics_clipped_and_weighted():
-    rewards, _, collector, buffer = world(**ONLY_ERROR | {"clip": 1.0, "prediction_entropy": 0.5})
+    rewards, _, collector, buffer = make_rewards(**ONLY_ERROR | {"clip": 1.0, "prediction_entropy": 0.5})
     collector.collect(buffer)
     rewards.write_rewards(buffer)
     errors = np.array([1, 10, 2, 20, 3, 30, 4, 40], np.float64)
@@ -277,33 +277,33 @@ def test_terms_are_normalised_by_running_statistics_clipped_and_weighted():
     assert buffer.rollout()["next", "reward"].sum(-1).flatten().numpy() == pytest.approx(expected, rel=1e-4)
 
 
-def test_what_pays_goes_on_where_it_was():
+def test_a_restored_reward_model_gives_the_same_rewards():
     config = {"rnd": 1.0, "disagreement": 1.0, "memory_divergence": 1.0}
-    rewards, _, collector, buffer = world(**config)
+    rewards, _, collector, buffer = make_rewards(**config)
     collector.collect(buffer)
     rewards.write_rewards(buffer)
-    twin = world(**config)[0]
+    twin = make_rewards(**config)[0]
     twin.load_state_dict(*copy.deepcopy((rewards.state_dict(), rewards.process_state())))
     collector.collect(buffer)
-    paid = []
+    results = []
     for one in (rewards, twin):
         metrics = one.write_rewards(buffer)
-        paid.append((metrics, buffer.rollout()["next", "reward"].clone()))
-    assert paid[0][0] == paid[1][0] and torch.equal(paid[0][1], paid[1][1])
-    assert paid[0][1].abs().max() > 0
+        results.append((metrics, buffer.rollout()["next", "reward"].clone()))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+    assert results[0][1].abs().max() > 0
 
 
-def test_an_explorer_that_sees_everything_cannot_be_paid_for_divergence():
+def test_memory_divergence_needs_a_camera_that_the_explorer_does_not_see():
     env = counting_env()
     model = JudgingWorldModel(JudgeConfig(), env.spec, 1)
     with pytest.raises(UserError, match="memory_divergence compares .* set it to 0"):
         RewardModel(RewardsConfig(), model, env, 1, (), ALONE)
 
 
-def test_every_flipped_sign_is_noticed():
-    """The numbers above, once more at a glance: none of them is 0, so none survives its negative."""
-    told = TensorDict({"error": [0.5], "entropy": [0.25], "disagreement": [0.125], "surprise": [2.0]}, [1])
-    td = looks([100]).update(memories([1, 3], [3, 1], [2, 3], [2, 6])).update({"judged": told})
+def test_no_term_has_a_flipped_sign():
+    """No expected value is 0, so each differs from its negative."""
+    judged = TensorDict({"error": [0.5], "entropy": [0.25], "disagreement": [0.125], "surprise": [2.0]}, [1])
+    td = transitions([100]).update(memories([1, 3], [3, 1], [2, 3], [2, 6])).update({"judged": judged})
     td["next"].update({"success": torch.tensor([True]), "reward": torch.ones(1, 1)})
     expected = {
         "memory_divergence": 2.0,

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, and loading is strict."""
+"""Checkpoints are complete or absent; loading is strict; damage is detected."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ def saved(folder, update=1, model=None):
     return save_checkpoint(folder, update, model or nn.Linear(3, 2), {"n": update}, "seed: 1\n", SPEC)
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_saved_checkpoint_loads_equally(tmp_path):
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     path = saved(tmp_path, 3, model)
     load_weights(other, path)
@@ -55,7 +55,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     ]
 
 
-def test_newest_is_by_number_not_by_name(tmp_path):
+def test_newest_checkpoint_is_by_number(tmp_path):
     for update in (9, 10, 100):
         saved(tmp_path, update)
     (tmp_path / ".partial-checkpoint-200").mkdir()
@@ -67,7 +67,7 @@ def test_newest_is_by_number_not_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["rmtree", "rename"])
-def test_an_old_checkpoint_is_whole_or_gone_however_far_its_removal_comes(tmp_path, monkeypatch, fails):
+def test_interrupted_removal_leaves_no_damaged_checkpoint(tmp_path, monkeypatch, fails):
     for update in (1, 2):
         saved(tmp_path, update)
 
@@ -81,12 +81,12 @@ def test_an_old_checkpoint_is_whole_or_gone_however_far_its_removal_comes(tmp_pa
     remove_old(tmp_path, 1, tmp_path / "checkpoint-2")
     assert [path.name for path in checkpoints(tmp_path) if damage_of(path)] == []
     monkeypatch.undo()
-    # the next save makes up for it
+    # the next removal completes it
     remove_old(tmp_path, 1, tmp_path / "checkpoint-2")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
-def test_what_torch_says_of_a_full_disk_is_an_error_of_the_disk(tmp_path, monkeypatch):
+def test_torchs_error_of_a_full_disk_becomes_an_oserror(tmp_path, monkeypatch):
     words = "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"
 
     def fail(*_):
@@ -102,7 +102,7 @@ def test_what_torch_says_of_a_full_disk_is_an_error_of_the_disk(tmp_path, monkey
         saved(tmp_path)
 
 
-def test_strict_loading_reports_all_and_changes_nothing(tmp_path):
+def test_strict_loading_reports_all_differences_and_changes_nothing(tmp_path):
     path = saved(tmp_path, model=nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(1, 1)}))
     model = nn.ModuleDict({"a": nn.Linear(4, 2), "c": nn.Linear(1, 1)})
     before = model["a"].weight.clone()
@@ -124,7 +124,7 @@ def test_model_pt_is_read_without_running_code(tmp_path):
         load_weights(other, tmp_path)
 
 
-def test_torn_and_missing_files_are_told(tmp_path):
+def test_damaged_and_missing_files_are_reported(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
@@ -139,7 +139,7 @@ def test_torn_and_missing_files_are_told(tmp_path):
         load_training_state(path)
 
 
-def test_kill_9_while_writing_leaves_the_earlier_checkpoint_alone(tmp_path):
+def test_sigkill_during_a_save_keeps_the_earlier_checkpoint(tmp_path):
     """The child dies inside torch.save, with half of the new checkpoint on disk."""
     child = textwrap.dedent("""
         import os, signal, sys, torch
@@ -161,13 +161,13 @@ def test_kill_9_while_writing_leaves_the_earlier_checkpoint_alone(tmp_path):
     assert (tmp_path / ".partial-checkpoint-2" / "training_state.pt").exists()
     assert find_checkpoint(tmp_path).name == "checkpoint-1"
     assert load_training_state(find_checkpoint(tmp_path)) == {"n": 1}
-    # going on: the second one is written again, and the remains are gone
+    # a new save writes the second one and removes the partial folder
     saved(tmp_path, 2)
     remove_old(tmp_path, 5, tmp_path / "checkpoint-2")
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["checkpoint-1", "checkpoint-2"]
 
 
-def test_tied_weights_are_saved_and_an_equal_update_is_not_written_twice(tmp_path):
+def test_tied_weights_are_saved_and_an_update_is_written_once(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     path = saved(tmp_path, 1, model)
@@ -179,7 +179,7 @@ def test_tied_weights_are_saved_and_an_equal_update_is_not_written_twice(tmp_pat
     assert torch.equal(other[1].weight, model[0].weight)
 
 
-def test_unreadable_states_are_told(tmp_path):
+def test_unreadable_states_are_reported(tmp_path):
     path = saved(tmp_path)
     (path / "training_state.pt").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="checkpoint-1' is damaged: training_state.pt has 4 bytes"):
@@ -207,7 +207,7 @@ WRITTEN = json.dumps({"observation": {"state": [[3], "float32"]}, "action_dim": 
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )
-def test_a_spec_of_another_form_is_an_error_in_words(tmp_path, content, why):
+def test_invalid_spec_is_refused(tmp_path, content, why):
     (tmp_path / "spec.json").write_bytes(WRITTEN.encode())
     assert load_spec(tmp_path) == EnvSpec({"state": ((3,), "float32")}, 2, video_cameras=("head",))
     (tmp_path / "spec.json").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -228,7 +228,7 @@ class Network(nn.Module):
         self.normalizer.update(torch.randn(10, 3, generator=generator))
 
 
-def test_a_manifest_binds_files_tensors_update_and_config(tmp_path):
+def test_manifest_lists_files_tensors_update_and_config(tmp_path):
     path = saved(tmp_path, 3, Network())
     manifest = read_manifest(path)
     assert sorted(manifest["files"]) == ["config.yaml", "model.safetensors", "spec.json", "training_state.pt"]
@@ -246,10 +246,10 @@ def flipped(file, bit):
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "training_state.pt", "config.yaml", "spec.json", "manifest.json"]
 )
-def test_no_flipped_bit_gets_through(tmp_path, name, monkeypatch):
-    """Each is refused where the checkpoint is named; of a run the one before is used, with a warning."""
-    told = []
-    monkeypatch.setattr(module.log, "warning", lambda words, *values: told.append(words % values))
+def test_flipped_bits_are_detected(tmp_path, name, monkeypatch):
+    """A damaged checkpoint is refused by name; for a run the previous one is used, with a warning."""
+    warnings = []
+    monkeypatch.setattr(module.log, "warning", lambda words, *values: warnings.append(words % values))
     saved(tmp_path, 1, Network(1))
     path = saved(tmp_path, 2, Network(2))
     whole, file = {each.name: each.read_bytes() for each in path.iterdir()}, path / name
@@ -262,17 +262,17 @@ def test_no_flipped_bit_gets_through(tmp_path, name, monkeypatch):
         finally:
             damaged = damage_of(path)
             file.write_bytes(whole[name])
-        # of a manifest, the signature and spaces bind nothing: they say who wrote it
+        # signature and spaces of a manifest do not affect the content
         if name == "manifest.json" and not damaged:
             assert found == path
             continue
-        assert damaged and found.name == "checkpoint-1" and "checkpoint-1 is used instead" in told[-1]
-        assert "'" + str(path) + "' is damaged (" in told[-1]
+        assert damaged and found.name == "checkpoint-1" and "checkpoint-1 is used instead" in warnings[-1]
+        assert "'" + str(path) + "' is damaged (" in warnings[-1]
         flipped(file, bit)
         with pytest.raises(CheckpointError, match="checkpoint-2' is damaged: .*; use another checkpoint"):
             load_weights(Network(), path)
         file.write_bytes(whole[name])
-    assert find_checkpoint(tmp_path) == path and len(told) > 20
+    assert find_checkpoint(tmp_path) == path and len(warnings) > 20
 
 
 def replaced_by_a_folder(path, name):
@@ -304,7 +304,7 @@ def test_damaged_files_are_never_used(tmp_path, damage, name):
     assert find_checkpoint(tmp_path).name == "checkpoint-1"
 
 
-def test_checkpoints_are_not_mixed(tmp_path):
+def test_exchanged_files_of_checkpoints_are_detected(tmp_path):
     for update in (4, 8):
         saved(tmp_path, update, Network(update))
     four, eight = checkpoints(tmp_path)
@@ -315,7 +315,7 @@ def test_checkpoints_are_not_mixed(tmp_path):
     for name in ("model.safetensors", "training_state.pt"):
         shutil.copy(eight / name, tmp_path / "checkpoint-6" / name)
         assert any(name in what for what in damage_of(tmp_path / "checkpoint-6"))
-    # under another name it is a copy
+    # a copy under another name is valid
     assert damage_of(shutil.copytree(four, tmp_path / "best")) == []
     shutil.rmtree(eight)
     (tmp_path / "checkpoint-7").mkdir()
@@ -323,7 +323,7 @@ def test_checkpoints_are_not_mixed(tmp_path):
     assert find_checkpoint(tmp_path) == four
 
 
-def test_of_a_run_whose_checkpoints_are_all_damaged_none_is_used(tmp_path):
+def test_run_with_only_damaged_checkpoints_is_refused(tmp_path):
     for update in (1, 2):
         (saved(tmp_path, update) / "spec.json").unlink()
     with pytest.raises(
@@ -332,7 +332,7 @@ def test_of_a_run_whose_checkpoints_are_all_damaged_none_is_used(tmp_path):
         find_checkpoint(tmp_path)
 
 
-def test_weights_from_elsewhere_need_no_manifest_and_a_checkpoint_that_lost_its_own_does(tmp_path):
+def test_bare_weights_need_no_manifest_but_checkpoints_do(tmp_path):
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     (tmp_path / "theirs").mkdir()
     save_file(model.state_dict(), tmp_path / "theirs/model.safetensors")
@@ -346,13 +346,13 @@ def test_weights_from_elsewhere_need_no_manifest_and_a_checkpoint_that_lost_its_
             find_checkpoint(given)
 
 
-def test_many_weights_are_in_many_files(tmp_path, monkeypatch):
+def test_large_models_are_saved_in_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD_BYTES", 60)
     path, other = saved(tmp_path, 1, Network(1)), Network()
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors" and len(shards) == 4
-    places = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert places.keys() == Network().state_dict().keys() and sorted(set(places.values())) == shards
+    weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weight_map.keys() == Network().state_dict().keys() and sorted(set(weight_map.values())) == shards
     load_weights(other, path)
     assert all(
         torch.equal(a, b) for a, b in zip(Network(1).state_dict().values(), other.state_dict().values(), strict=True)
@@ -364,7 +364,7 @@ def test_many_weights_are_in_many_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00009-of-00009.safetensors", "model.pt"])
 @pytest.mark.parametrize("kind", ["checkpoint", "trusted"])
-def test_weights_that_no_manifest_lists_are_damage(tmp_path, monkeypatch, name, kind):
+def test_unlisted_weight_files_are_damage(tmp_path, monkeypatch, name, kind):
     """`model.safetensors` would be loaded instead of the shards."""
     monkeypatch.setattr(module, "SHARD_BYTES", 60)
     path, other = saved(tmp_path, 1, Network(1)), Network()
@@ -380,32 +380,32 @@ def test_weights_that_no_manifest_lists_are_damage(tmp_path, monkeypatch, name, 
     assert damage_of(path) == []
 
 
-@pytest.mark.parametrize("places", ["[" * 3000, '{"a": [1]}', "[]", '"' + "x" * (17 << 20) + '"'], ids=len)
-def test_an_index_of_another_form_is_an_error_in_words(tmp_path, places):
+@pytest.mark.parametrize("weight_map", ["[" * 3000, '{"a": [1]}', "[]", '"' + "x" * (17 << 20) + '"'], ids=len)
+def test_invalid_index_is_refused(tmp_path, weight_map):
     file = tmp_path / "model.safetensors.index.json"
-    file.write_text(f'{{"weight_map": {places}}}')
+    file.write_text(f'{{"weight_map": {weight_map}}}')
     with pytest.raises(CheckpointError, match="cannot be read as an index of weights"):
         load_weights(Network(), tmp_path)
 
 
-def test_weights_are_written_byte_by_byte_as_safetensors_does(tmp_path):
+def test_weight_files_equal_those_of_safetensors(tmp_path):
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for dtype in module._DTYPES:
         for name, shape in {"b": (3, 5), "a": (), "empty": (0, 4), 'é"\n/': (7,)}.items():
-            drawn = torch.randint(0, 100, shape, generator=generator)
-            weights[f"{name}.{dtype}"] = drawn.to(dtype) if dtype != torch.bool else drawn > 50
+            values = torch.randint(0, 100, shape, generator=generator)
+            weights[f"{name}.{dtype}"] = values.to(dtype) if dtype != torch.bool else values > 50
     with HashedFile(tmp_path / "ours") as file:
         module._write_weights(file, weights)
     assert (tmp_path / "ours").read_bytes() == save(weights)
-    # views and tied weights, which it refuses
+    # views and tied weights, which safetensors refuses
     whole = torch.arange(24.0).reshape(4, 6)
-    shared = {"whole": whole, "tied": whole, "part": whole[1:3], "turned": whole.T, "strided": whole[:, ::2]}
+    views = {"whole": whole, "tied": whole, "part": whole[1:3], "transposed": whole.T, "strided": whole[:, ::2]}
     with HashedFile(tmp_path / "ours") as file:
-        module._write_weights(file, shared)
-    alone = {name: value.clone().contiguous() for name, value in shared.items()}
+        module._write_weights(file, views)
+    alone = {name: value.clone().contiguous() for name, value in views.items()}
     assert (tmp_path / "ours").read_bytes() == save(alone)
-    assert all(torch.equal(value, shared[name]) for name, value in load_file(tmp_path / "ours").items())
+    assert all(torch.equal(value, views[name]) for name, value in load_file(tmp_path / "ours").items())
 
 
 def to(dtype):
@@ -439,8 +439,8 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(("edit", "said"), WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_weights_that_do_not_fit_are_refused_with_and_without_a_manifest(tmp_path, edit, said):
+@pytest.mark.parametrize(("edit", "message"), WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_unusable_weights_are_refused_with_and_without_a_manifest(tmp_path, edit, message):
     path, model = saved(tmp_path, 1, Network()), Network(5)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_file(edit(load_file(path / "model.safetensors")), path / "model.safetensors")
@@ -449,12 +449,12 @@ def test_weights_that_do_not_fit_are_refused_with_and_without_a_manifest(tmp_pat
     seal(path)
     bare = shutil.copy(path / "model.safetensors", tmp_path / "bare.safetensors")
     for given in (path, bare):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             load_weights(model, given)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_an_infinite_mask_is_no_damage(tmp_path):
+def test_infinite_mask_is_no_damage(tmp_path):
     model = nn.Linear(3, 2)
     model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     assert module.not_finite(model, model.state_dict()) is None
@@ -462,12 +462,12 @@ def test_an_infinite_mask_is_no_damage(tmp_path):
     assert module.not_finite(model, model.state_dict()) == "mask"
 
 
-def test_a_run_that_comes_to_a_damaged_checkpoint_again_keeps_it_and_writes_its_own(tmp_path):
+def test_damaged_checkpoint_is_renamed_when_its_update_is_saved_again(tmp_path):
     for update in (1, 2, 3):
         saved(tmp_path, update, Network(update))
     flipped(tmp_path / "checkpoint-3/model.safetensors", 800)
     broken = (tmp_path / "checkpoint-3/model.safetensors").read_bytes()
-    # on the way there, the damaged one counts for nothing
+    # a damaged checkpoint does not count as kept
     remove_old(tmp_path, 1, tmp_path / "checkpoint-2")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
     saved(tmp_path, 3, Network(3))
@@ -480,7 +480,7 @@ def test_a_run_that_comes_to_a_damaged_checkpoint_again_keeps_it_and_writes_its_
     ]
 
 
-def test_a_checkpoint_is_read_once_while_its_files_stay(tmp_path, monkeypatch):
+def test_unchanged_checkpoint_is_verified_once(tmp_path, monkeypatch):
     path, read = saved(tmp_path, 1), []
     monkeypatch.setattr(module, "damage", lambda folder, manifest, names: read.extend(names) or [])
     for _ in range(3):

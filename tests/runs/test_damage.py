@@ -1,4 +1,4 @@
-"""Files of a run folder, damaged as in benchmarks/corruption_ways.py: other numbers are never shown without a word."""
+"""Damaged files of a run folder (benchmarks/corruption_ways.py): changed numbers are never shown without a warning."""
 
 import json
 import random
@@ -34,8 +34,8 @@ def copied(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run", symlinks=True)
 
 
-def told_by(folder: Path) -> tuple[object, list[str]]:
-    """What report, runs and prune say of it, and what of it they call damaged."""
+def reported_by(folder: Path) -> tuple[object, list[str]]:
+    """What report, runs and prune show of a run, and the damage that they report."""
     run = RunFolder(folder, lambda *_: "")
     run.refresh(1)
     damage = run.parts["about"].pop("damage")
@@ -48,54 +48,54 @@ def told_by(folder: Path) -> tuple[object, list[str]]:
 
 
 @pytest.mark.parametrize("name", ROOT_FILES)
-def test_no_way_to_damage_a_file_of_a_run_folder_is_silent(trained, copied, monkeypatch, name):
+def test_damage_of_run_files_is_always_reported(trained, copied, monkeypatch, name):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from corruption_ways import ways
 
     shutil.rmtree(copied)
     shutil.copytree(trained, copied, symlinks=True)
-    usual, nothing = told_by(copied)
+    usual, nothing = reported_by(copied)
     assert nothing == []
-    tried = differ = 0
+    applied = differ = 0
     for way in ways(name, random.Random(0)):
-        # what checkpoints hold is not looked at
+        # contents of checkpoints are not read
         shutil.rmtree(copied)
         shutil.copytree(trained, copied, symlinks=True, ignore=shutil.ignore_patterns("*.pt", "logs"))
         try:
             way.damage(copied, copied.parent)
-        except (KeyError, IndexError):  # as the file is, it changes nothing
+        except (KeyError, IndexError):  # not applicable to this file
             continue
-        shown, damage = told_by(copied)
-        tried, differ = tried + 1, differ + (shown != usual)
+        shown, damage = reported_by(copied)
+        applied, differ = applied + 1, differ + (shown != usual)
         assert shown == usual or damage, way.name
-    assert tried > 20 and (differ > 20 or name == "manifest.json")
+    assert applied > 20 and (differ > 20 or name == "manifest.json")
 
 
-def test_a_config_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeypatch):
-    told = []
-    monkeypatch.setattr("sparring.runs.run.log.warning", lambda words, *values: told.append(words % values))
+def test_resume_reports_an_altered_config(copied, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("sparring.runs.run.log.warning", lambda words, *values: warnings.append(words % values))
     settings = yaml.safe_load((copied / "config.yaml").read_text())
     further = config_in(copied, training=settings["training"] | {"iterations": 5}, evaluation=settings["evaluation"])
     (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("iterations: 4", "iterations: 3"))
     Run(further)
     what = "config.yaml does not match its checksum"
-    assert told == [f"'{copied}': {what}; written again from checkpoint-4"]
-    # now it is as it was written
+    assert warnings == [f"'{copied}': {what}; written again from checkpoint-4"]
+    # now it matches its checksum
     Run(further)
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_a_status_that_was_altered_is_told_by_a_run_that_goes_on(copied, monkeypatch):
-    told = []
-    monkeypatch.setattr("sparring.runs.folder.log.warning", lambda words, *values: told.append(words % values))
+def test_resume_reports_an_altered_status(copied, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("sparring.runs.folder.log.warning", lambda words, *values: warnings.append(words % values))
     file = copied / "status.json"
     file.write_text(file.read_text().replace('"updates": 4', '"updates": 5'))
     Run(config_in(copied, training={"iterations": 4, "save_every": 2, "keep_checkpoints": 1}))
     why = "status.json is damaged: its checksum does not match"
-    assert told == [f"'{copied}': {why}; the earlier status of the run is lost"]
+    assert warnings == [f"'{copied}': {why}; the earlier status of the run is lost"]
 
 
-def test_the_commands_tell_of_damage(copied, tmp_path, capsys):
+def test_commands_report_damage(copied, tmp_path, capsys):
     lines = (copied / "episode_metrics.jsonl").read_text().splitlines(keepends=True)
     (copied / "episode_metrics.jsonl").write_text(lines[0] + lines[2])
     (copied / "status.json").write_text((copied / "status.json").read_text().replace("finished", "fxnished"))
@@ -107,13 +107,13 @@ def test_the_commands_tell_of_damage(copied, tmp_path, capsys):
     assert damaged in capsys.readouterr().out
 
 
-def test_rows_missing_at_the_end_are_told_once_a_run_has_ended(copied):
+def test_missing_last_rows_of_an_ended_run_are_reported(copied):
     lines = (copied / "evaluations.jsonl").read_text().splitlines(keepends=True)
     (copied / "evaluations.jsonl").write_text("".join(lines[:-2]))
-    assert told_by(copied)[1] == [f"evaluations.jsonl: the last 2 of {len(lines)} rows are missing"]
+    assert reported_by(copied)[1] == [f"evaluations.jsonl: the last 2 of {len(lines)} rows are missing"]
 
 
-def test_train_all_does_not_sum_up_damaged_results(copied):
+def test_train_all_refuses_damaged_results(copied):
     file = copied / "evaluation.json"
     file.write_text(file.read_text().replace('"episodes": 2', '"episodes": 3', 1))
     again = f"remove '{copied.parent / 'all.json'}' and run the same command to evaluate its phases again"

@@ -1,4 +1,4 @@
-"""What a run goes on from fits it, or a sentence says what does not; nothing that is not finite is saved."""
+"""A resume checks that the saved state fits the run; weights that are not finite are never saved."""
 
 import json
 import shutil
@@ -106,19 +106,19 @@ for name in ("env_steps", "updates", "episodes"):
         )
 
 
-@pytest.mark.parametrize(("edit", "said"), STATES.values(), ids=STATES.keys())
-def test_a_state_that_does_not_fit_is_refused_before_it_is_used(copied, edit, said):
+@pytest.mark.parametrize(("edit", "message"), STATES.values(), ids=STATES.keys())
+def test_state_that_does_not_fit_is_refused_before_use(copied, edit, message):
     file = copied / "checkpoint-3/training_state.pt"
     state = torch.load(file, weights_only=True)
     changed = edit(state)
     torch.save(changed if changed in ([1], {}) else state, file)
     seal(copied / "checkpoint-3")
-    with pytest.raises(CheckpointError, match=said) as error:
+    with pytest.raises(CheckpointError, match=message) as error:
         Run(further(copied))
     assert "to continue anyway, remove" in str(error.value)
 
 
-def test_a_moment_of_another_shape_never_reaches_a_fused_step():
+def test_optimiser_state_of_another_shape_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(1000))
     step = GradientStep([{"params": [parameter], "lr": 0.1}], Distributed("cpu"), 1.0, "ppo.policy_lr=0.1")
     step(TensorDict({}, [1]), parameter.sum())
@@ -138,18 +138,18 @@ def flipped(file):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training_state.pt", "config.yaml", "spec.json"])
-def test_a_run_goes_on_from_the_last_whole_checkpoint(trained, copied, name, monkeypatch):
-    told = []
-    monkeypatch.setattr(module.log, "warning", lambda words, *values: told.append(words % values))
+def test_damaged_checkpoint_falls_back_to_the_newest_intact_one(trained, copied, name, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(module.log, "warning", lambda words, *values: warnings.append(words % values))
     flipped(copied / "checkpoint-3" / name)
     damaged = (copied / "checkpoint-3" / name).read_bytes()
     run = Run(further(copied))
     assert run.phase.progress.updates == 2
     what = f"{name} does not match its checksum"
-    assert told == [f"'{copied}/checkpoint-3' is damaged ({what}); checkpoint-2 is used instead"]
+    assert warnings == [f"'{copied}/checkpoint-3' is damaged ({what}); checkpoint-2 is used instead"]
     assert (copied / "checkpoint-3" / name).read_bytes() == damaged
     assert run.run()
-    # it came to update 3 once more: nothing was lost
+    # update 3 was repeated; the damaged checkpoint is kept
     assert (copied / "damaged-checkpoint-3" / name).read_bytes() == damaged
     assert [(path.name, damage_of(path)) for path in checkpoints(copied)] == [
         ("checkpoint-3", []),
@@ -159,21 +159,21 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(trained, copied, name, mon
     assert rows == [1, 2, 3, 4]
 
 
-def test_lost_and_altered_rows_are_told_and_no_row_is_torn(copied, monkeypatch):
-    told = []
-    monkeypatch.setattr("sparring.runs.run.log.warning", lambda words, *values: told.append(words % values))
+def test_resume_reports_lost_and_altered_rows(copied, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("sparring.runs.run.log.warning", lambda words, *values: warnings.append(words % values))
     file = copied / "episode_metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text(lines[0].replace('"update": 1', '"update": 7') + lines[1] + lines[2][:50])
     assert Run(further(copied)).run()
-    assert told == [
+    assert warnings == [
         f"'{file}': rows after update 2 are lost (1 of 3)",
         f"'{file}': row 1 is altered",
     ]
     assert [json.loads(line)["update"] for line in file.read_text().splitlines()] == [7, 2, 4]
 
 
-def test_where_no_checkpoint_is_whole_nothing_starts_anew(copied):
+def test_run_without_intact_checkpoint_does_not_restart(copied):
     for path in checkpoints(copied):
         flipped(path / "spec.json")
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
@@ -182,20 +182,20 @@ def test_where_no_checkpoint_is_whole_nothing_starts_anew(copied):
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
-def test_a_named_checkpoint_that_is_damaged_is_refused(copied, tmp_path):
+def test_named_damaged_checkpoint_is_refused(copied, tmp_path):
     flipped(copied / "checkpoint-3/model.safetensors")
     for more in ({"resume": str(copied / "checkpoint-3")}, {"pretrained": str(copied / "checkpoint-3")}):
         with pytest.raises(
             CheckpointError, match="checkpoint-3' is damaged: model.safetensors does not match its checksum"
         ):
             Run(further(tmp_path / "new", **more))
-    # of its run, the one before
+    # for the run folder, the previous checkpoint is used
     run = Run(further(tmp_path / "new", pretrained=str(copied)))
     before = module.read_weights(copied / "checkpoint-2/model.safetensors")
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.phase.model.state_dict().items())
 
 
-# ---- what is not finite
+# ---- values that are not finite
 
 
 def break_model(run):
@@ -210,8 +210,8 @@ def break_normalizer(run):
     next(buffer for name, buffer in run.phase.model.named_buffers() if name.endswith("var")).fill_(float("nan"))
 
 
-def test_a_process_whose_weights_alone_are_not_finite_says_so(tmp_path):
-    """The main process, whose weights are finite, leaves that to it."""
+def test_rank_with_weights_that_are_not_finite_raises(tmp_path):
+    """The main process, whose weights are finite, raises no error."""
     run = Run(config_in(tmp_path / "run"))
     break_model(run)
     run.distributed.is_main = False
@@ -220,7 +220,7 @@ def test_a_process_whose_weights_alone_are_not_finite_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("spoil", [break_model, break_moments, break_normalizer])
-def test_what_is_not_finite_is_not_saved_and_the_last_good_one_stays(tmp_path, spoil):
+def test_values_that_are_not_finite_are_not_saved(tmp_path, spoil):
     config = config_in(
         tmp_path / "run",
         policy={"hidden": [8], "normalize_observations": True},

@@ -1,4 +1,4 @@
-"""Run folders seen from outside, and their checkpoints pruned."""
+"""`sparring runs` and `sparring prune`: states, verification, kept checkpoints."""
 
 import fcntl
 import json
@@ -38,7 +38,7 @@ WEIGHTS = struct.pack("<Q", len(HEAD)) + HEAD + b"x" * 400
 
 
 def seal(checkpoint: Path) -> None:
-    """The other files of a checkpoint, and its manifest."""
+    """Write the other files of a checkpoint and its manifest."""
     for name in ("training_state.pt", "spec.json"):
         (checkpoint / name).touch()
     files = {n: entry(checkpoint / n) for n in ("model.safetensors", "config.yaml", "spec.json", "training_state.pt")}
@@ -48,26 +48,26 @@ def seal(checkpoint: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Makes run folders of 1000 bytes and whatever is told of them."""
+    """A function that creates run folders of 1000 bytes plus the given status, checkpoints and evaluations."""
 
-    def make(name, told: dict | None = None, checkpoints=(), evaluations=(), whole=True):
+    def make(name, data: dict | None = None, checkpoints=(), evaluations=(), valid=True):
         run = tmp_path / name
         run.mkdir(parents=True)
         (run / "config.yaml").write_text("phase: imitate\nenv:\n  task: [lift_d0, lift_d1]\n".ljust(999) + "\n")
         (run / "writer.lock").touch()
-        if told:
-            (run / "status.json").write_text(json.dumps(told))
+        if data:
+            (run / "status.json").write_text(json.dumps(data))
         for number in checkpoints:
             (run / f"checkpoint-{number}").mkdir()
             (run / f"checkpoint-{number}/model.safetensors").write_bytes(WEIGHTS)
-            # so that a checkpoint could be taken for a run
+            # files that also occur in run folders
             (run / f"checkpoint-{number}/config.yaml").touch()
             (run / f"checkpoint-{number}/train.log").touch()
-            if whole:
+            if valid:
                 seal(run / f"checkpoint-{number}")
         if evaluations:
-            told_of = [{"update": update, "eval/success_rate": rate} for update, rate in evaluations]
-            RowFile(run / "evaluations.jsonl").append(told_of)
+            rows = [{"update": update, "eval/success_rate": rate} for update, rate in evaluations]
+            RowFile(run / "evaluations.jsonl").append(rows)
             with (run / "evaluations.jsonl").open("a") as lines:
                 lines.write('{"torn')
         return run
@@ -83,13 +83,13 @@ def names(run) -> list[str]:
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "crashed"])
-def test_a_run_is_as_it_says(folder, state):
+def test_state_of_an_ended_run_is_that_of_its_status(folder, state):
     found = read_run(folder("run", status(state, "RuntimeError: no")))
     assert (found.phase, found.task, found.state, found.why) == ("finetune", "reach_d0", state, "RuntimeError: no")
     assert (found.updates, found.env_steps, found.fraction) == (30, 12000, 0.25)
 
 
-def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
+def test_running_state_needs_a_held_lock(folder):
     run = folder("run", status("running"))
     assert read_run(run).state == "killed"
     with folder_lock(run):
@@ -98,7 +98,7 @@ def test_a_run_that_says_it_is_running_must_hold_its_lock(folder):
     assert read_run(run).state == "killed"
 
 
-def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
+def test_reader_of_the_lock_does_not_block_a_run(folder):
     run = folder("run")
     handle = os.open(run / "writer.lock", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)
@@ -107,7 +107,7 @@ def test_who_only_looks_does_not_keep_a_run_from_starting(folder):
         assert read_run(run).state == "running"
 
 
-def test_a_folder_without_a_status_is_unknown(folder):
+def test_folder_without_a_status_is_unknown(folder):
     run = folder("lost", checkpoints=[5])
     found = read_run(run)
     assert (found.state, found.phase, found.best, found.updates, found.fraction) == ("unknown", None, None, None, None)
@@ -121,7 +121,7 @@ def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
     folder("b", status("finished", updated=now - 100))
     folder("b/again", status("finished", updated=now - 10))
     folder("b/episodes/part", status("finished"))
-    # of which nothing else was kept
+    # a run folder with metrics only
     (tmp_path / "numbers").mkdir()
     (tmp_path / "numbers/episode_metrics.jsonl").touch()
     os.utime(tmp_path / "numbers/episode_metrics.jsonl", (now - 900, now - 900))
@@ -132,9 +132,9 @@ def test_runs_are_found_at_any_depth_but_not_in_checkpoints(folder, tmp_path):
     ]
 
 
-def test_the_table(folder, tmp_path, monkeypatch, capsys):
+def test_table_and_json_of_runs(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    folder("outputs/one", status("finished", success_rate=0.871, low=0.79, high=0.925), checkpoints=[1, 2], whole=False)
+    folder("outputs/one", status("finished", success_rate=0.871, low=0.79, high=0.925), checkpoints=[1, 2], valid=False)
     folder("outputs/two", status("crashed", "RuntimeError: robots gone", updated=time.time() - 7300))
     assert main(["runs"]) == 0
     head, _, one, two = capsys.readouterr().out.splitlines()
@@ -143,15 +143,15 @@ def test_the_table(folder, tmp_path, monkeypatch, capsys):
     assert cells[1].startswith("outputs/one finetune reach_d0 finished 25% 12,000 steps 87% (79% - 92%) 2.2 kB 0 s")
     assert cells[2].endswith("crashed 25% 12,000 steps - 1.2 kB 2 h RuntimeError: robots gone")
     assert main(["runs", "outputs", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [run["path"] for run in told] == ["outputs/one", "outputs/two"]
-    assert told[0]["best"]["success_rate"] == 0.871
+    data = json.loads(capsys.readouterr().out)
+    assert [run["path"] for run in data] == ["outputs/one", "outputs/two"]
+    assert data[0]["best"]["success_rate"] == 0.871
 
 
-def test_what_would_control_the_terminal_is_shown_by_its_code(folder, tmp_path, monkeypatch, capsys):
-    """A downloaded status may hold anything, with a checksum that is right; so may the name of a folder."""
-    told = status("crashed", "\x1b]0;title\x07\x1b[2Jwhy \u202e\rfinished") | {"task": "lift\x1b[31m"}
-    odd = folder("outputs/od\x1b[31md\nsecond", told, checkpoints=[1, 2])
+def test_control_characters_are_escaped(folder, tmp_path, monkeypatch, capsys):
+    """A downloaded status or folder name may contain control characters, with a valid checksum."""
+    data = status("crashed", "\x1b]0;title\x07\x1b[2Jwhy \u202e\rfinished") | {"task": "lift\x1b[31m"}
+    odd = folder("outputs/od\x1b[31md\nsecond", data, checkpoints=[1, 2])
     files = {"\x1b[31mred": {}, "model.safetensors": entry(odd / "checkpoint-2/model.safetensors")}
     write_manifest(odd / "checkpoint-2", "checkpoint", files, tensors={"x": ["U8", [400]]})
     (odd / "checkpoint-1/config.yaml").write_text('env:\n  name: "yourmod:Env\\e[31m"\n')
@@ -163,12 +163,12 @@ def test_what_would_control_the_terminal_is_shown_by_its_code(folder, tmp_path, 
     assert all(character.isprintable() or character == "\n" for character in out + err)
     assert "outputs/od\\x1b[31md\\nsecond" in out and "lift\\x1b[31m" in out
     assert "yourmod:Env\\x1b[31m' is not an import path" in err and "\\x1b[31mred is missing" in out
-    # warnings of these commands
+    # warnings are escaped, too
     assert logging.lastResort.format(logging.makeLogRecord({"msg": "\x1b[2J"})) == "\\x1b[2J"
     assert "\\x1b]0;title\\x07\\x1b[2Jwhy \\u202e\\rfinished" in out
 
 
-def test_where_there_are_no_runs(tmp_path, monkeypatch, capsys):
+def test_folder_without_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUTPUT_BASE", raising=False)
     assert main(["runs"]) == 2
@@ -178,7 +178,7 @@ def test_where_there_are_no_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "no runs in .\n"
 
 
-def test_sizes_and_ages_in_words():
+def test_sizes_and_ages_are_abbreviated():
     assert [size(n) for n in (0, 999, 1500, 123_456, 2.5e9, 3e13)] == [
         "0 B", "999 B", "1.5 kB", "123 kB", "2.5 GB", "30.0 TB"
     ]  # fmt: skip
@@ -193,7 +193,7 @@ FIVE = [10, 20, 30, 40, 50]
 @pytest.mark.parametrize(
     ("words", "left"),
     [
-        # nothing was evaluated before 10; 20 at 20, 30 last at 25, 40 at 35, 50 at 45
+        # evaluations: none before 10; for 20 at 20, for 30 at 25, for 40 at 35, for 50 at 45
         ([], [20, 50]),
         (["--keep-best", "2"], [20, 30, 50]),
         (["--keep-best", "3"], [20, 30, 40, 50]),
@@ -201,44 +201,44 @@ FIVE = [10, 20, 30, 40, 50]
         (["--keep-last", "9"], FIVE),
     ],
 )
-def test_the_best_and_the_last_are_kept(folder, capsys, words, left):
+def test_prune_keeps_the_best_and_the_last(folder, capsys, words, left):
     run = folder("run", checkpoints=FIVE, evaluations=[(15, 0.5), (20, 0.9), (25, 0.7), (35, 0.6), (45, 0.1)])
     assert main(["prune", str(run), "--yes", *words]) == 0
     assert names(run) == sorted(f"checkpoint-{number}" for number in left)
     out = capsys.readouterr().out
     assert ("freed" in out) == (len(left) < 5) and "checkpoint-50 (last)" in out
-    # and they are as they were
+    # kept checkpoints are unchanged
     assert (run / f"checkpoint-{left[0]}/model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_what_is_kept_and_freed_is_said(folder, tmp_path, monkeypatch, capsys):
+def test_prune_prints_kept_checkpoints_and_freed_space(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = folder("run", checkpoints=FIVE, evaluations=[(20, 0.9)])
     (run / ".partial-checkpoint-60").mkdir()
     assert main(["prune", "run", "--dry-run"]) == 0
     freed = size(sum(size_of(run / f"checkpoint-{number}") for number in (10, 30, 40)))
-    said = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); deletes 4, {freed}\n"
-    assert capsys.readouterr().out == said and len(names(run)) == 6
+    text = f"run: keeps checkpoint-20 (success 90%), checkpoint-50 (last); deletes 4, {freed}\n"
+    assert capsys.readouterr().out == text and len(names(run)) == 6
     assert main(["prune", "run", "run", "--yes"]) == 0
-    assert capsys.readouterr().out == f"{said}freed {freed}\n"
+    assert capsys.readouterr().out == f"{text}freed {freed}\n"
     assert names(run) == ["checkpoint-20", "checkpoint-50"]
     assert main(["prune", "run"]) == 0
     assert capsys.readouterr().out.endswith("; nothing to delete\n")
 
 
-def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, monkeypatch, capsys):
+def test_prune_names_the_update_of_the_evaluation(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder("run", checkpoints=FIVE, evaluations=[(20, 0.5), (28, 0.8), (55, 0.9)])
     assert main(["prune", "run", "--dry-run", "--keep-best", "3"]) == 0
-    # of those that an evaluation came before, the nearest to it
-    said = "30 (success 80% at update 28), checkpoint-40 (success 80% at update 28), checkpoint-50 (success 80% at"
-    assert capsys.readouterr().out.startswith(f"run: keeps checkpoint-{said}")
+    # an evaluation counts for the next checkpoint after it
+    text = "30 (success 80% at update 28), checkpoint-40 (success 80% at update 28), checkpoint-50 (success 80% at"
+    assert capsys.readouterr().out.startswith(f"run: keeps checkpoint-{text}")
     assert main(["prune", "run", "--dry-run", "--keep-best", "1"]) == 0
     assert "keeps checkpoint-30 (success 80% at update 28), checkpoint-50 (last);" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "text"),
     [
         ([{"eval/success_rate": None, "eval/reward": reward} for reward in (1.0, 7.5, 3.0)], "reward 7.5"),
         (
@@ -247,16 +247,16 @@ def test_what_was_measured_later_is_not_said_of_a_checkpoint(folder, tmp_path, m
         ),
     ],
 )
-def test_where_success_is_not_told_reward_or_foretelling_is(folder, capsys, lines, said):
+def test_prune_ranks_by_reward_or_prediction_error_without_success(folder, capsys, lines, text):
     run = folder("run", checkpoints=[10, 20, 30, 40])
-    told = [line | {"update": update} for update, line in zip((10, 20, 30), lines, strict=True)]
-    RowFile(run / "evaluations.jsonl").append(told)
+    data = [line | {"update": update} for update, line in zip((10, 20, 30), lines, strict=True)]
+    RowFile(run / "evaluations.jsonl").append(data)
     assert main(["prune", str(run), "--yes"]) == 0
-    assert f"keeps checkpoint-20 ({said}), checkpoint-40 (last)" in capsys.readouterr().out
+    assert f"keeps checkpoint-20 ({text}), checkpoint-40 (last)" in capsys.readouterr().out
     assert names(run) == ["checkpoint-20", "checkpoint-40"]
 
 
-def test_evaluations_that_say_no_update_rank_nothing(folder, capsys):
+def test_evaluations_without_update_are_ignored(folder, capsys):
     run = folder("run", checkpoints=[1, 2, 3])
     rates = [{"update": 1, "eval/success_rate": 0.5}, {"eval/success_rate": 1.0}]
     RowFile(run / "evaluations.jsonl").append([*rates, {"update": [2], "eval/success_rate": 1.0}])
@@ -264,19 +264,19 @@ def test_evaluations_that_say_no_update_rank_nothing(folder, capsys):
     assert "keeps checkpoint-1 (success 50%), checkpoint-3 (last);" in capsys.readouterr().out
 
 
-def test_without_evaluations_nothing_is_removed_unasked(folder, capsys):
+def test_prune_without_evaluations_needs_keep_best_0(folder, capsys):
     run = folder("run", checkpoints=FIVE)
     assert main(["prune", str(run), "--yes"]) == 2
-    told = capsys.readouterr()
-    assert "without evaluations the best are unknown" in told.out
-    assert "the best checkpoints are unknown; give --keep-best 0" in told.err
+    data = capsys.readouterr()
+    assert "without evaluations the best are unknown" in data.out
+    assert "the best checkpoints are unknown; give --keep-best 0" in data.err
     assert len(names(run)) == 5
     assert main(["prune", str(run), "--keep-best", "0", "--yes"]) == 0
     assert names(run) == ["checkpoint-50"]
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y", 1), ("", 2), ("n", 2)])
-def test_it_asks(folder, monkeypatch, capsys, answer, left):
+def test_prune_needs_a_confirmation(folder, monkeypatch, capsys, answer, left):
     run = folder("run", checkpoints=[1, 2])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: answer)
@@ -285,7 +285,7 @@ def test_it_asks(folder, monkeypatch, capsys, answer, left):
     assert ("nothing was deleted" in capsys.readouterr().out) == (left == 2)
 
 
-def test_what_is_not_pruned(folder, tmp_path, monkeypatch, capsys):
+def test_prune_refuses_runs_in_use_and_other_folders(folder, tmp_path, monkeypatch, capsys):
     run, other = folder("run", checkpoints=[1, 2]), folder("other", checkpoints=[1, 2])
     with folder_lock(run):
         assert main(["prune", str(other), str(run), "--yes"]) == 2
@@ -306,22 +306,22 @@ def flip(file: Path, at: int = -1) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_never_the_one_that_is_kept(folder, caplog):
+def test_damaged_checkpoints_do_not_count_as_kept(folder, caplog):
     run = folder("run", checkpoints=FIVE, evaluations=[(10, 0.4), (20, 0.9)])
     for number in (20, 50):
         flip(run / f"checkpoint-{number}/model.safetensors")
     assert main(["prune", str(run), "--yes"]) == 0
-    # 20 was the best, 50 the last; what comes after the last whole one is left alone
+    # 20 was the best, 50 the last; checkpoints after the last intact one are kept
     assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
     assert "checkpoint-50' is damaged (model.safetensors does not match its checksum" in caplog.text
-    # nothing goes where all are damaged
+    # nothing is deleted if all are damaged
     for number in (30, 40):
         flip(run / f"checkpoint-{number}/model.safetensors")
     assert main(["prune", str(run), "--yes"]) == 2
     assert names(run) == ["checkpoint-30", "checkpoint-40", "checkpoint-50"]
 
 
-def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
+def test_verify_reports_damaged_checkpoints(folder, tmp_path, capsys):
     run, other = folder("run", checkpoints=[1, 2]), folder("other", checkpoints=[3])
     assert main(["runs", "--verify", str(run), str(other)]) == 0
     assert (
@@ -332,12 +332,12 @@ def test_verify_says_which_are_damaged(folder, tmp_path, capsys):
     assert main(["runs", "--verify", str(run), str(other)]) == 1
     assert capsys.readouterr().out.endswith(f"{other}/checkpoint-3: damaged: spec.json is missing\n")
     assert main(["runs", str(tmp_path), "--verify", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told[f"{other}/checkpoint-3"] == ["spec.json is missing"] and len(told) == 3
+    data = json.loads(capsys.readouterr().out)
+    assert data[f"{other}/checkpoint-3"] == ["spec.json is missing"] and len(data) == 3
     assert main(["runs", "--verify", str(tmp_path / "nowhere")]) == 2
 
 
-def test_verify_says_what_is_not_one_s_own_or_was_changed(folder, tmp_path, monkeypatch, capsys):
+def test_verify_reports_unsigned_and_changed_files(folder, tmp_path, monkeypatch, capsys):
     run = folder("run", checkpoints=[1])
     write_manifest(run, "run", {"config.yaml": entry(run / "config.yaml")})
     (run / "config.yaml").write_text("seed: 3\n")
@@ -354,7 +354,7 @@ def test_runs_in_several_folders_are_listed_once(folder, capsys):
     assert [run["path"] for run in json.loads(capsys.readouterr().out)] == [str(two), str(one)]
 
 
-def test_a_run_that_crashed_before_its_first_checkpoint_repeats_why(folder, capsys):
+def test_error_without_checkpoint_repeats_why_the_run_crashed(folder, capsys):
     run = folder("run", status("crashed", "training has diverged: the loss is nan; lower ppo.policy_lr=1"))
     assert main(["eval", str(run)]) == 2
     assert capsys.readouterr().err.endswith(
@@ -370,7 +370,7 @@ COMMANDS = (["prune", "{}", "--yes"], ["eval", "{}"], ["compare", "{}", "{}"], [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
-def test_a_run_without_a_checkpoint_says_why(folder, capsys, command):
+def test_missing_checkpoint_is_explained(folder, capsys, command):
     run = folder("run", status("running"))
     with (run / "config.yaml").open("a") as config:
         config.write("training:\n  save_every: 20\n")
@@ -386,14 +386,14 @@ def test_a_run_without_a_checkpoint_says_why(folder, capsys, command):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
-def test_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, command):
+def test_error_for_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs/notes").mkdir(parents=True)
     for name in ("b", "a", "all/teacher_rl"):
         folder(f"outputs/{name}", status("finished"), checkpoints=[1])
     assert main([word.format("outputs") for word in command]) == 2
-    said = "sparring: 'outputs' is no run folder but contains some; give outputs/a, outputs/b, outputs/all/teacher_rl\n"
-    assert capsys.readouterr().err == said
+    text = "sparring: 'outputs' is no run folder but contains some; give outputs/a, outputs/b, outputs/all/teacher_rl\n"
+    assert capsys.readouterr().err == text
     for name in range(4):
         folder(f"outputs/c{name}")
     assert main([word.format("outputs") for word in command]) == 2
@@ -402,7 +402,7 @@ def test_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, capsys, comm
     assert "'outputs/notes' holds no checkpoint" in capsys.readouterr().err
 
 
-def test_what_may_not_be_read_is_no_run(folder, tmp_path, monkeypatch, capsys):
+def test_unreadable_folder_is_skipped(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "outputs/secret").mkdir(parents=True)
     folder("outputs/a", status("finished"), checkpoints=[1])
     real = os.listdir
@@ -418,6 +418,6 @@ def test_what_may_not_be_read_is_no_run(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{", "\xff"])
-def test_what_is_no_object_tells_nothing(tmp_path, text):
+def test_status_that_is_no_object_is_damaged(tmp_path, text):
     (tmp_path / "status.json").write_bytes(text.encode("latin-1"))
     assert list(read_status(tmp_path)) == ["damaged"]

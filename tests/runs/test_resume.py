@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been: update 4 is bit-equal."""
+"""A resumed run is bit-identical to an uninterrupted one."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SMALL = {
     "logging": {"console_level": "ERROR"},
 }
 NATIVE = {"name": "native_vla", "image_size": 32, "patch_size": 16, "vision_layers": 1, "layers": 1}
-WAYS = {
+CASES = {
     "tabletop": {},
     "pendulum": {"env": {"name": "gym:Pendulum-v1"}},
     "cartpole in workers": {"env": {"name": "gym:CartPole-v1", "vectorize": "process", "workers": 2}},
@@ -85,30 +85,30 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 
 def lines(folder) -> list[dict]:
-    """Without what the clock says, and the parity, which a fresh process measures on its whole first rollout."""
+    """Without times and the parity, which a new process measures on its complete first rollout."""
     timed = ("timestamp", "row", "crc", "perf/steps_per_second", "train/parity", "train/parity_ratio")
     rows = [json.loads(line) for line in (folder / "episode_metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in timed and not k.endswith("_seconds")} for row in rows]
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_stopped_after_3_updates_it_goes_on_bit_equal(tmp_path, way):
-    straight = run_to_the_end(config_in(tmp_path / "straight", **way))
-    stopped = Run(config_in(tmp_path / "stopped", **way))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_resumed_run_is_bit_identical(tmp_path, case):
+    straight = run_to_the_end(config_in(tmp_path / "straight", **case))
+    stopped = Run(config_in(tmp_path / "stopped", **case))
     for _ in range(3):
         stopped.phase.step(stopped.fraction)
     stopped.save()
     stopped.phase.env.close()
-    resumed = run_to_the_end(config_in(tmp_path / "stopped", **way))
+    resumed = run_to_the_end(config_in(tmp_path / "stopped", **case))
     assert resumed.phase.progress == straight.phase.progress
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")[3:]
 
 
-@pytest.mark.usefixtures("fresh")
-def test_kill_9_at_update_3_then_the_same_command(tmp_path):
-    """A real process, really killed; the metrics file has no line twice."""
+@pytest.mark.usefixtures("not_forked")
+def test_killed_run_resumes_bit_identically(tmp_path):
+    """With a killed process; the metrics file has no repeated line."""
     straight = run_to_the_end(config_in(tmp_path / "straight"))
     child = textwrap.dedent("""
         import json, os, signal, sys
@@ -136,7 +136,7 @@ def test_kill_9_at_update_3_then_the_same_command(tmp_path):
     assert lines(tmp_path / "killed") == lines(tmp_path / "straight")
 
 
-def test_two_processes_do_not_train_in_one_folder(tmp_path):
+def test_second_process_in_a_run_folder_is_refused(tmp_path):
     child = textwrap.dedent("""
         import json, sys
         import torch
@@ -168,11 +168,11 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
         assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
         first.kill()
-    # nothing of a killed process is in the way
+    # a killed process does not block the folder
     assert run_to_the_end(config).phase.progress.updates == 5
 
 
-def test_two_runs_of_one_process_take_turns(tmp_path):
+def test_second_run_of_a_process_in_a_folder_waits_for_the_first(tmp_path):
     first, second = Run(config_in(tmp_path / "run")), Run(config_in(tmp_path / "run"))
     step = first.phase.step
 
@@ -189,7 +189,7 @@ def test_two_runs_of_one_process_take_turns(tmp_path):
     assert run_to_the_end(config_in(tmp_path / "run")).phase.progress.updates == 5
 
 
-def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, monkeypatch, caplog):
+def test_env_without_state_starts_new_episodes_with_a_warning(tmp_path, monkeypatch, caplog):
     from sparring.envs.gym_batch import GymBatch
 
     monkeypatch.setattr(GymBatch, "state", lambda self: None)
@@ -198,35 +198,35 @@ def test_an_env_that_cannot_be_put_back_is_told_and_gets_new_episodes(tmp_path, 
     first.phase.step(0.0)
     begun_with = first.phase.buffer.get(flatten=False)["observation", "state"][0].clone()
     first.save()
-    monkeypatch.setattr("sparring.runs.run.log.warning", lambda *words: told.append(words[-1]))
-    told = []
+    monkeypatch.setattr("sparring.runs.run.log.warning", lambda *words: messages.append(words[-1]))
+    messages = []
     again = Run(config_in(tmp_path, env=env))
-    assert len(told) == 1 and "robots start new episodes" in told[0]
+    assert len(messages) == 1 and "robots start new episodes" in messages[0]
     assert again.phase.progress.updates == 1
     again.phase.step(0.2)
-    # new episodes, not those that were played before
+    # new episodes, not the earlier ones
     assert not torch.equal(again.phase.buffer.get(flatten=False)["observation", "state"][0], begun_with)
 
 
-def test_numbers_between_two_lines_survive_a_stop(tmp_path):
+def test_pending_metrics_survive_a_stop(tmp_path):
     training = SMALL["training"] | {"log_every": 5}
     run_to_the_end(config_in(tmp_path / "straight", training=training))
     stopped = Run(config_in(tmp_path / "stopped", training=training))
     step = stopped.phase.step
 
-    def step_and_ask_to_stop(fraction):
+    def step_and_stop(fraction):
         if stopped.phase.progress.updates == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return step(fraction)
 
-    stopped.phase.step = step_and_ask_to_stop
+    stopped.phase.step = step_and_stop
     assert not stopped.run()
     run_to_the_end(config_in(tmp_path / "stopped", training=training))
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
     assert len(lines(tmp_path / "stopped")) == 1
 
 
-def test_kill_9_in_the_middle_of_a_checkpoint_write_and_the_run_goes_on(tmp_path):
+def test_run_killed_during_a_save_resumes_bit_identically(tmp_path):
     straight = run_to_the_end(config_in(tmp_path / "straight"))
     child = textwrap.dedent("""
         import json, os, signal, sys
@@ -255,7 +255,7 @@ def test_kill_9_in_the_middle_of_a_checkpoint_write_and_the_run_goes_on(tmp_path
     assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(straight).items())
 
 
-def test_a_run_that_was_killed_before_an_evaluation_makes_up_for_it(tmp_path, monkeypatch):
+def test_missed_evaluation_is_made_after_a_resume(tmp_path, monkeypatch):
     settings = {"training": {"iterations": 4, "save_every": 2}, "evaluation": {"episodes": 2, "every": 2}}
     straight = run_to_the_end(config_in(tmp_path / "straight", **settings))
     killed = Run(config_in(tmp_path / "killed", **settings))
@@ -263,7 +263,7 @@ def test_a_run_that_was_killed_before_an_evaluation_makes_up_for_it(tmp_path, mo
     def kill(_):
         raise KeyboardInterrupt
 
-    # update 2 is saved by then
+    # update 2 is saved before
     monkeypatch.setattr(killed.evaluator, "_evaluate_here", kill)
     with pytest.raises(KeyboardInterrupt):
         killed.run()
@@ -273,12 +273,12 @@ def test_a_run_that_was_killed_before_an_evaluation_makes_up_for_it(tmp_path, mo
         found[folder] = [(row["update"], row["eval/reward"]) for row in rows]
     assert [update for update, _ in found[straight.folder]] == [2, 4]
     assert found[killed.folder] == found[straight.folder]
-    # not a second time
+    # the evaluation is not repeated
     run_to_the_end(config_in(tmp_path / "killed", **settings))
     assert len((killed.folder / "evaluations.jsonl").read_text().splitlines()) == 2
 
 
-def test_what_an_interrupted_removal_left_is_gone_also_where_nothing_is_saved_any_more(tmp_path):
+def test_partial_files_are_removed_on_start(tmp_path):
     finished = run_to_the_end(config_in(tmp_path))
     left = finished.folder / ".partial-checkpoint-2"
     left.mkdir()
@@ -290,15 +290,15 @@ def test_what_an_interrupted_removal_left_is_gone_also_where_nothing_is_saved_an
     assert not left.exists() and not video.exists()
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path):
+def test_finished_run_is_not_trained_again(tmp_path):
     first = run_to_the_end(config_in(tmp_path))
     again = run_to_the_end(config_in(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(weights(first).values(), weights(again).values(), strict=True))
     assert len(lines(tmp_path)) == 5
 
 
-def test_the_status_is_as_far_as_the_newest_checkpoint(tmp_path):
-    """Of a run that is killed, however short its updates are."""
+def test_status_is_written_with_each_checkpoint(tmp_path):
+    """Even with short updates, so that a killed run has a correct status."""
     run, seen = Run(config_in(tmp_path, training={"iterations": 3, "save_every": 1})), []
     run.recorder.record_next_video = lambda run: seen.append(status_in(tmp_path)["progress"]["updates"])
     assert run.run() and seen == [0, 1, 2, 3]
@@ -308,7 +308,7 @@ LIMITS = {"num_episodes": (6, 12), "total_timesteps": (100, 200), "iterations": 
 
 
 @pytest.mark.parametrize(("limit", "values"), LIMITS.items())
-def test_a_larger_limit_goes_further_in_the_same_folder(tmp_path, limit, values):
+def test_larger_limit_continues_a_run(tmp_path, limit, values):
     short, long = ({"iterations": None, "save_every": 1, limit: value} for value in values)
     straight = run_to_the_end(config_in(tmp_path / "straight", training=long))
     run_to_the_end(config_in(tmp_path / "run", training=short))
@@ -328,30 +328,30 @@ def test_a_larger_limit_goes_further_in_the_same_folder(tmp_path, limit, values)
         Run(config_in(tmp_path / "run", training=long, ppo=SMALL["ppo"] | {"policy_lr": 0.01}))
 
 
-def test_a_longer_run_says_how_its_schedules_stretch(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr("sparring.runs.run.log.info", lambda words, *values: told.append(words % values))
+def test_changed_limit_is_logged_with_its_schedules(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr("sparring.runs.run.log.info", lambda words, *values: messages.append(words % values))
     ppo = SMALL["ppo"] | {"lr_schedule": "linear"}
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 2}))
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 4}))
     assert (
         "the limit is now 4 updates, it was 2 updates; ppo.lr_schedule now runs over 4 updates and continues from 50% "
         "(was at 100%)"
-    ) in told
+    ) in messages
     last = json.loads((tmp_path / "episode_metrics.jsonl").read_text().splitlines()[-1])
     assert last["lr"] == pytest.approx(0.001 * 0.25)
-    # a smaller limit than it reached: nothing is trained, and it stays the run that it was
-    told.clear()
+    # a limit below the progress: nothing is trained, and the saved config stays
+    messages.clear()
     run = Run(config_in(tmp_path, ppo=ppo, training={"iterations": 3}))
     run.announce()
     assert run.run() and run.phase.progress.updates == 4
     run.phase.env.close()
     nothing = "4 updates are done already, more than 3: nothing to train; set training.iterations to more than 4"
-    assert nothing in told and not any("the end" in line or "the limit is" in line for line in told)
+    assert nothing in messages and not any("the end" in line or "the limit is" in line for line in messages)
     assert saved_settings(tmp_path)["training.iterations"] == 4
 
 
-def test_a_larger_limit_that_is_passed_already_trains_and_evaluates_nothing(tmp_path, capsys):
+def test_limit_that_is_already_passed_changes_nothing(tmp_path, capsys):
     words = ["train", "finetune", "env.name=gym:CartPole-v1", "policy.hidden=[8]", "--envs", "4", "rollout.steps=64"]
     words += ["device=cpu", "evaluation.episodes=2", "rollout.render_episodes=0", "--output", str(tmp_path)]
     assert main([*words, "--num_episodes", "1"]) == 0
@@ -364,26 +364,26 @@ def test_a_larger_limit_that_is_passed_already_trains_and_evaluates_nothing(tmp_
         out, err = capsys.readouterr()
         nothing = f"{played} episodes are done already, {than}: nothing to train; set training.num_episodes "
         assert nothing in err and "held-out" not in err and out == ""
-        # as it was trained
+        # the saved config stays
         assert saved_settings(tmp_path)["training.num_episodes"] == 1
     assert (tmp_path / "evaluation.json").stat().st_mtime_ns == kept
     assert (tmp_path / "evaluations.jsonl").read_text() == found
-    # the very command of a finished run evaluates it, as ever; so does a limit where nothing was evaluated
+    # the command of a finished run evaluates it; so does another limit if there is no evaluation yet
     assert main([*words, "--num_episodes", "1"]) == 0 and "finetune is done" in capsys.readouterr().out
     (tmp_path / "evaluations.jsonl").unlink()
     assert main([*words, "--num_episodes", "2"]) == 0
     assert "finetune is done" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_with_other_workers_keeps_its_episodes(tmp_path):
-    env = WAYS["cartpole in workers"]["env"]
+def test_resume_with_other_workers_is_bit_identical(tmp_path):
+    env = CASES["cartpole in workers"]["env"]
     straight = run_to_the_end(config_in(tmp_path / "straight", env=env))
     run_to_the_end(config_in(tmp_path / "run", env=env, training={"iterations": 2}))
     further = run_to_the_end(config_in(tmp_path / "run", env=env | {"workers": 3}))
     assert all(torch.equal(a, b) for a, b in zip(weights(straight).values(), weights(further).values(), strict=True))
 
 
-def test_a_run_that_branches_off_from_an_end_keeps_it(tmp_path):
+def test_branch_from_a_last_checkpoint_keeps_its_update(tmp_path):
     run_to_the_end(config_in(tmp_path / "one"))
     last = checkpoints(tmp_path / "one")[-1]
     branch = run_to_the_end(config_in(tmp_path / "two", resume=str(last)))
@@ -391,14 +391,14 @@ def test_a_run_that_branches_off_from_an_end_keeps_it(tmp_path):
     assert branch.phase.progress.updates == int(last.name.rpartition("-")[2])
 
 
-def test_pretrained_starts_from_weights_alone(tmp_path):
+def test_pretrained_loads_weights_only(tmp_path):
     first = run_to_the_end(config_in(tmp_path / "first"))
     second = Run(config_in(tmp_path / "second", pretrained=str(tmp_path / "first" / "checkpoint-5")))
     assert second.phase.progress.updates == 0
     assert all(torch.equal(tensor, weights(second)[name]) for name, tensor in weights(first).items())
 
 
-def test_old_checkpoints_go_and_the_last_state_is_saved(tmp_path):
+def test_old_checkpoints_are_removed_and_the_last_state_is_saved(tmp_path):
     training = SMALL["training"] | {"save_every": 2, "keep_checkpoints": 2}
     run_to_the_end(config_in(tmp_path, training=training))
     assert [c.name for c in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]

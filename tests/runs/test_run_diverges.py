@@ -1,4 +1,4 @@
-"""A run that diverges ends within the update: what it says, what it keeps, and that it never crashes."""
+"""A diverging run ends within the update: error, saved minibatch, kept checkpoint, no crash."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ FINETUNE += ["rollout.steps=8", "rollout.render_episodes=0", "ppo.mini_batch_siz
 
 
 def spoil_values(run) -> None:
-    """The critic's, from the second minibatch of the next update on."""
+    """NaN values of the critic from the second minibatch of the next update on."""
     evaluate, calls = run.phase.policy.evaluate, []
 
     def spoiled(td):
@@ -42,18 +42,18 @@ def spoil_actions(run) -> None:
 
 
 def diverges_after(updates: int, run, breaks) -> str:
-    with pytest.raises(Diverged) as told:
+    with pytest.raises(Diverged) as raised:
         fails_after(updates, run, breaks)
-    return str(told.value)
+    return str(raised.value)
 
 
-def test_the_minibatch_is_kept_and_so_is_the_last_good_checkpoint(tmp_path):
+def test_minibatch_and_last_good_checkpoint_are_kept(tmp_path):
     run = run_in(tmp_path, EACH)
-    said = diverges_after(3, run, spoil_values)
-    assert "the loss is nan in gradient step 2 of this update" in said and "lower ppo.policy_lr=0.001" in said
+    message = diverges_after(3, run, spoil_values)
+    assert "the loss is nan in gradient step 2 of this update" in message and "lower ppo.policy_lr=0.001" in message
     assert saved(tmp_path) == ["checkpoint-2", "checkpoint-3"]
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status["why"]) == ("crashed", said)
+    assert (status["state"], status["why"]) == ("crashed", message)
     with safe_open(tmp_path / "diverged.safetensors", "pt") as file:
         about, names = file.metadata(), set(file.keys())
         assert torch.equal(file.get_tensor("value"), run.minibatches[1])
@@ -62,24 +62,24 @@ def test_the_minibatch_is_kept_and_so_is_the_last_good_checkpoint(tmp_path):
     assert "diverged.safetensors" in (tmp_path / "train.log").read_text()
 
 
-def test_actions_that_are_not_finite_reach_no_robot_and_nothing_is_saved(tmp_path):
+def test_actions_that_are_not_finite_are_not_executed(tmp_path):
     run = run_in(tmp_path, SMALL)
-    said = diverges_after(2, run, spoil_actions)
-    assert said == "training has diverged: actions of the policy are NaN or infinite; lower ppo.policy_lr=0.001"
+    message = diverges_after(2, run, spoil_actions)
+    assert message == "training has diverged: actions of the policy are NaN or infinite; lower ppo.policy_lr=0.001"
     assert run.steps == 0 and saved(tmp_path) == []
     with safe_open(tmp_path / "diverged.safetensors", "pt") as file:
         assert file.metadata() == {"update": "3"} and file.get_tensor("observation/state").shape == (4, 2)
         assert not file.get_tensor("action").isfinite().any()
 
 
-def test_huge_rewards_are_named(tmp_path, capsys):
+def test_huge_rewards_are_reported(tmp_path, capsys):
     words = ["env.name=gym_doubles:Breaks", "env.kwargs={how: huge, length: 20}", "--output", str(tmp_path)]
     assert main([*FINETUNE, *words]) == 1
-    said = capsys.readouterr().err
-    assert "check the training data: the largest number in return is 9.2e+29; or lower ppo.policy_lr=" in said
+    message = capsys.readouterr().err
+    assert "check the training data: the largest number in return is 9.2e+29; or lower ppo.policy_lr=" in message
 
 
-def test_steps_that_are_left_out_are_counted(tmp_path):
+def test_skipped_steps_are_counted(tmp_path):
     run = run_in(tmp_path, EACH | {"training": {"iterations": 2, "skip_nonfinite_steps": 5}})
     evaluate, calls = run.phase.policy.evaluate, []
 
@@ -96,15 +96,15 @@ def test_steps_that_are_left_out_are_counted(tmp_path):
     assert taken[0] == taken[1] - 1 and all(line["avg_loss"] is not None for line in lines)
 
 
-def test_the_command_ends_with_exit_code_1_and_the_sentence(tmp_path, capsys):
+def test_diverged_command_exits_with_1_and_one_line(tmp_path, capsys):
     assert main([*FINETUNE, "ppo.policy_lr=1e30", "--output", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert "sparring: training has diverged: " in said and said.rstrip().endswith("lower ppo.policy_lr=1e+30")
+    message = capsys.readouterr().err
+    assert "sparring: training has diverged: " in message and message.rstrip().endswith("lower ppo.policy_lr=1e+30")
 
 
 @pytest.mark.timeout(600)
 def test_no_learning_rate_crashes_a_phase(tmp_path):
-    """A part of benchmarks/chaos.py divergence, which tries all phases at all decades."""
+    """A part of `benchmarks/chaos.py divergence`, which tests all phases at all decades."""
     script = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
     words = ["divergence", "--only", "teacher", "imitate", "--rates", "1e-3", "1e5", "1e30", "--output", str(tmp_path)]
     done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=500)

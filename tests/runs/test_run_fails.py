@@ -1,4 +1,4 @@
-"""A run whose robots or policy fail keeps what it has learned, unless that was in the middle of changing."""
+"""A run whose robots or policy fail is saved, unless it failed during an update."""
 
 import json
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ TEACHER = {
     "training": {"bptt_length": 2, "iterations": 5, "log_every": 1, "save_every": 1000},
     "device": "cpu",
 }
-WAYS = {
+CASES = {
     "finetune": SMALL,
     "in groups": SMALL | {"rollout": SMALL["rollout"] | {"groups": 2}},
     "by episodes": SMALL | {"rollout": {"n_envs": 4, "n_episodes_per_batch": 8, "render_episodes": 0}},
@@ -46,7 +46,7 @@ def run_in(folder, settings=SMALL) -> Run:
 
 
 def fails_after(updates: int, run: Run, breaks) -> None:
-    """`breaks(run)` after so many updates, while the next rollout has begun."""
+    """Call `breaks(run)` after `updates` updates, before the next one; the run must raise."""
     step = run.phase.step
 
     def step_or_break(fraction):
@@ -60,7 +60,7 @@ def fails_after(updates: int, run: Run, breaks) -> None:
 
 
 def break_robots(run: Run) -> None:
-    """After two more decisions of each; and they can no longer tell where they are."""
+    """Envs fail after two more decisions, and their state cannot be saved."""
     for env in getattr(run.phase.env, "envs", [run.phase.env]):
         step, left = env.backend.step, iter(range(2))
         env.backend.step = lambda action, step=step, left=left: step(action) if next(left, None) is not None else fail()
@@ -92,15 +92,15 @@ def saved(folder) -> list[str]:
     return [path.name for path in checkpoints(folder)]
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_what_was_learned_before_robots_failed_is_saved_and_goes_on(tmp_path, way):
-    run = run_in(tmp_path, way)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_failure_of_robots_saves_and_the_run_resumes(tmp_path, case):
+    run = run_in(tmp_path, case)
     fails_after(3, run, break_robots)
     assert "failed after 3 updates; saved. The same command resumes it." in (tmp_path / "train.log").read_text()
     assert saved(tmp_path) == ["checkpoint-3"]
     learned = {name: tensor.clone() for name, tensor in run.phase.model.state_dict().items()}
     (getattr(run.phase, "close", None) or run.phase.env.close)()
-    again = run_in(tmp_path, way)
+    again = run_in(tmp_path, case)
     assert again.phase.progress == run.phase.progress and again.phase.progress.updates == 3
     assert all(torch.equal(tensor, learned[name]) for name, tensor in again.phase.model.state_dict().items())
     assert again.run()
@@ -109,7 +109,7 @@ def test_what_was_learned_before_robots_failed_is_saved_and_goes_on(tmp_path, wa
     (getattr(again.phase, "close", None) or again.phase.env.close)()
 
 
-def test_a_policy_that_fails_to_act_leaves_a_checkpoint(tmp_path):
+def test_failure_of_act_saves_a_checkpoint(tmp_path):
     fails_after(2, run_in(tmp_path), break_policy)
     assert saved(tmp_path) == ["checkpoint-2"]
     status = json.loads((tmp_path / "status.json").read_text())
@@ -121,13 +121,13 @@ def test_a_policy_that_fails_to_act_leaves_a_checkpoint(tmp_path):
     [(2, break_update), (2, spoil_weights), (2, spoil_normalizer), (0, break_robots)],
     ids=["update", "NaN", "normaliser", "start"],
 )
-def test_what_is_not_whole_is_not_saved(tmp_path, updates, breaks):
+def test_failure_during_an_update_is_not_saved(tmp_path, updates, breaks):
     fails_after(updates, run_in(tmp_path), breaks)
     assert saved(tmp_path) == []
 
 
-def test_a_rollout_of_another_try_is_not_taken_for_this_ones(tmp_path):
-    """Robots that failed once, and then an update that does: the run is the same object."""
+def test_later_failure_of_an_update_is_not_saved(tmp_path):
+    """The policy fails once, then an update of the same run object."""
     run = run_in(tmp_path)
     act = run.phase.policy.act
     fails_after(2, run, break_policy)
@@ -136,8 +136,8 @@ def test_a_rollout_of_another_try_is_not_taken_for_this_ones(tmp_path):
     assert saved(tmp_path) == ["checkpoint-2"]
 
 
-def test_one_that_is_left_alone_does_not_try_to_save(tmp_path):
-    """Processes save together."""
+def test_rank_without_its_peers_does_not_save(tmp_path):
+    """Processes can only save together."""
     run = run_in(tmp_path)
     run.phase.collector.collect = lambda buffer: (_ for _ in ()).throw(PeerGone("process 1 has gone"))
     run.phase.progress.updates = 2
@@ -146,10 +146,10 @@ def test_one_that_is_left_alone_does_not_try_to_save(tmp_path):
     assert saved(tmp_path) == []
 
 
-def test_of_one_that_fails_and_is_left_alone_both_are_told():
+def test_peer_gone_keeps_the_original_error_as_cause():
     def barrier():
         raise PeerGone("process 1 has gone")
 
-    with pytest.raises(PeerGone) as told, fail_together(SimpleNamespace(barrier=barrier)):
+    with pytest.raises(PeerGone) as raised, fail_together(SimpleNamespace(barrier=barrier)):
         fail()
-    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)

@@ -1,4 +1,4 @@
-"""What a run recommends at its end can be given as it is, whatever the run is called and was told."""
+"""The commands that a run recommends at its end work unchanged, for any run folder and settings."""
 
 import os
 import shlex
@@ -32,13 +32,13 @@ def recommended(output: str, *settings: str) -> list[str]:
         ("outputs/foo", POLE, "outputs/foo-2"),
         ("outputs/lr-3", POLE, "outputs/lr-4"),
         ("outputs/my run", POLE, "outputs/my run-2"),
-        # a name that reads like a number
+        # a name that looks like a number
         ("2024", POLE, "2024-2"),
         ("outputs/tasks", ["env.task=[reach_d0,reach_d1,lift_d0]", "env.threads=1"], "outputs/tasks-2"),
         ("outputs/limited", ["env.name=endless:Endless", "rollout.max_episode_steps=9"], "outputs/limited-2"),
     ],
 )
-def test_every_command_can_be_given_as_it_is(output, settings, following, monkeypatch, capsys):
+def test_recommended_commands_work_unchanged(output, settings, following, monkeypatch, capsys):
     with open("endless.py", "w") as file:
         file.write("from gymnasium.envs.classic_control import PendulumEnv as Endless\n")
     monkeypatch.syspath_prepend(os.getcwd())
@@ -47,17 +47,17 @@ def test_every_command_can_be_given_as_it_is(output, settings, following, monkey
     assert main([*shlex.split(video)[1:], "--episodes", "3"]) == 0
     words = shlex.split(train)[1:]
     assert words[words.index("--output") + 1] == following
-    # all but how long it lasts
+    # only the length differs
     assert main([*words, *TINY, "training.iterations=1", "evaluation.episodes=3"]) == 0, capsys.readouterr().err
     assert os.path.exists(f"{following}/checkpoint-1")
 
 
-@pytest.mark.parametrize("of_the_task", [[], ["rewards.task_reward=0.5"]])
-def test_rewards_of_ones_own_go_along(of_the_task, monkeypatch, capsys):
+@pytest.mark.parametrize("task_weights", [[], ["rewards.task_reward=0.5"]])
+def test_user_rewards_are_part_of_the_recommended_command(task_weights, monkeypatch, capsys):
     with open("own_rewards.py", "w") as file:
         file.write("def calm(td):\n    return -td['action'].abs().sum((-1, -2))\n")
     monkeypatch.syspath_prepend(os.getcwd())
-    weights = ["rewards.own_rewards:calm=0.1", *of_the_task]
+    weights = ["rewards.own_rewards:calm=0.1", *task_weights]
     *_, train = recommended("outputs/calm", "env.name=gym:Pendulum-v1", *weights)
     start = "sparring train finetune pretrained=outputs/calm --output outputs/calm-2"
     assert shlex.split(train) == [*shlex.split(start), *weights]
@@ -67,18 +67,18 @@ def test_rewards_of_ones_own_go_along(of_the_task, monkeypatch, capsys):
     assert rewards[0] == rewards[1] and rewards[0].terms == {"own_rewards:calm": 0.1}
 
 
-def test_a_run_in_the_folder_one_is_in(tmp_path):
+def test_recommended_folder_for_a_run_in_the_working_directory(tmp_path):
     *_, train = recommended(".", *POLE)
     assert train.endswith(f"--output {tmp_path}/work-2")
 
 
-def test_a_folder_that_is_taken_is_not_recommended():
+def test_existing_folder_is_not_recommended():
     os.makedirs("outputs/foo-2")
     *_, train = recommended("outputs/foo", *POLE)
     assert train == "sparring train finetune pretrained=outputs/foo --output outputs/foo-3"
 
 
-def test_a_folder_of_the_root_is_no_name_alone():
+def test_absolute_run_folder_stays_absolute():
     config = load_config({"env": {"name": "gym:CartPole-v1"}, "output": "/out"})
     assert [word for line in next_commands(config) for word in line.split() if "pretrained" in word] == [
         "pretrained=/out"

@@ -1,4 +1,4 @@
-"""What each robot, or stream of windows, remembers between decisions."""
+"""The world model's memory of each robot, or of each stream of windows, between decisions."""
 
 import torch
 from tensordict import TensorDict
@@ -10,7 +10,7 @@ def decision(is_first) -> TensorDict:
     return TensorDict({"is_first": torch.tensor(is_first)}, [len(is_first)])
 
 
-def test_it_enters_as_it_left_and_is_cleared_where_an_episode_begins():
+def test_memory_is_carried_to_the_next_decision_and_cleared_at_the_start_of_an_episode():
     manager = MemoryStateManager(3, 2)
     assert manager.enter(decision([False, False, True]))["memory", "world_model"].eq(0).all()
     manager.leave(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
@@ -18,12 +18,12 @@ def test_it_enters_as_it_left_and_is_cleared_where_an_episode_begins():
     assert entered.tolist() == [[1, 2], [0, 0], [5, 6]]
 
 
-def test_windows_are_entered_in_their_first_column():
+def test_windows_receive_the_memory_in_their_first_column():
     manager = MemoryStateManager(2, 1)
     manager.leave(torch.tensor([[7.0], [8.0]]))
     is_first = torch.tensor([[False, True, False], [True, False, False]])
     windows = manager.enter(TensorDict({"is_first": is_first}, [2, 3]))
-    # what happens at a beginning in mid-window is the model's business
+    # the model itself clears the memory at a beginning in mid-window
     assert windows["memory", "world_model"][..., 0].tolist() == [[7, 0, 0], [0, 0, 0]]
     manager.leave(torch.arange(6.0).reshape(2, 3, 1))
     assert manager.memory[:, 0].tolist() == [2, 5]
@@ -35,7 +35,7 @@ def test_no_gradient_passes_from_one_window_to_the_next():
     assert not manager.enter(decision([False]))["memory", "world_model"].requires_grad
 
 
-def test_two_memories_of_one_robot():
+def test_one_robot_can_have_two_memories():
     td = decision([False])
     for key, value in (("world_model", 1.0), ("world_model_wrist", 2.0)):
         manager = MemoryStateManager(1, 1, key=("memory", key))
@@ -44,7 +44,7 @@ def test_two_memories_of_one_robot():
     assert td["memory", "world_model"].item() == 1 and td["memory", "world_model_wrist"].item() == 2
 
 
-def test_it_is_saved():
+def test_memory_is_saved_and_restored():
     manager, other = MemoryStateManager(2, 3), MemoryStateManager(2, 3)
     manager.leave(torch.rand(2, 3))
     other.load_state_dict(manager.state_dict())

@@ -1,4 +1,4 @@
-"""Quantizers by hand, and tokenizers that tell what they should."""
+"""Quantizers by hand; the inputs, outputs and training of tokenizers."""
 
 import math
 
@@ -20,7 +20,7 @@ from sparring.world_models.tokenizers import (
 
 def test_fsq_by_hand():
     fsq = FSQ((8, 5))
-    # squashed -5/7 is exactly the second of eight levels, 0.5 the fourth of five; far out are the ends
+    # squashed, -5/7 is exactly the second of eight levels and 0.5 the fourth of five; large values give the ends
     z = torch.tensor([[math.atanh(-5 / 7), math.atanh(0.5)], [9.0, -9.0]])
     codes, digits, loss = fsq(z)
     assert digits.tolist() == [[1, 3], [7, 0]]
@@ -53,7 +53,7 @@ def test_vq_by_hand():
     torch.testing.assert_close(codes.detach(), vq.codes(digits).detach(), atol=1e-4, rtol=0)
     assert loss.item() < 1e-4
     vq.codebook.data[0] = torch.tensor([1.0, -0.5])
-    # one of four numbers is 0.5 off: 1/16 for the codebook and a quarter of that for the encoder
+    # one of four values differs by 0.5: 1/16 for the codebook and a quarter of that for the encoder
     assert vq(z)[2].item() == pytest.approx(1.25 * 0.25 / 4, abs=1e-4)
     share = torch.tensor([[[0.25, 0.75, 0.0]]])
     torch.testing.assert_close(vq.expected(share).detach(), torch.tensor([[-0.5, 0.625]]))
@@ -63,12 +63,12 @@ def test_cutting_and_pasting():
     images = torch.arange(2 * 3 * 16 * 32).reshape(2, 3, 16, 32).float()
     cells = _cut(images)
     assert cells.shape == (2, 4, 8, 48)
-    # the second place of the first row holds columns 4 to 7 of rows 0 to 3
+    # the second cell of the first row holds columns 4 to 7 of rows 0 to 3
     torch.testing.assert_close(cells[1, 0, 1].reshape(3, 4, 4), images[1, :, :4, 4:8])
     assert torch.equal(_paste(cells), images)
     tokens = merge_cells(cells)
     assert tokens.shape == (2, 2, 16 * 48)
-    # the second token tells of columns 16 to 31
+    # the second token holds columns 16 to 31
     assert torch.equal(tokens[0, 1].reshape(4, 4, 48), cells[0, :, 4:])
     assert torch.equal(_split_cells(tokens, 4, 8), cells)
 
@@ -83,8 +83,8 @@ def test_any_size_of_whole_patches(size):
     assert tokenizer.decode(frame, features, tokenizer.quantizer.codes(digits)).shape == frame.shape
 
 
-def copying() -> ContextTokenizer:
-    """Of the 6 x 16 outputs of a place 48 are colours, 16 the gates of its pixels, 32 where they come from."""
+def copying_tokenizer() -> ContextTokenizer:
+    """The 6 x 16 outputs of a cell: 48 colours, 16 gates of its pixels, 32 offsets of their sources."""
     tokenizer = ContextTokenizer(FSQ((8, 8, 8)), 16)
     tokenizer.pixels[-1].bias.data[48:64] = -100
     tokenizer.pixels[-1].weight.data[64:] = 0
@@ -93,26 +93,26 @@ def copying() -> ContextTokenizer:
 
 
 def test_a_closed_gate_copies():
-    tokenizer = copying()
+    tokenizer = copying_tokenizer()
     frame = torch.rand(2, 3, 16, 16)
     features = tokenizer.stem(frame)
     torch.testing.assert_close(tokenizer.decode(frame, features, torch.rand(2, 1, 3)), frame)
 
 
-def test_pixels_come_from_where_they_are_said_to():
-    tokenizer = copying()
+def test_pixels_come_from_the_predicted_offset():
+    tokenizer = copying_tokenizer()
     # atanh(2 / 16): two pixels to the right, and half a pixel above
     tokenizer.pixels[-1].bias.data[64:80] = math.atanh(2 / 16)
     tokenizer.pixels[-1].bias.data[80:] = math.atanh(-0.5 / 16)
     frame = torch.rand(2, 3, 16, 16)
-    drawn = tokenizer.decode(frame, tokenizer.stem(frame), torch.rand(2, 1, 3))
-    torch.testing.assert_close(drawn[:, :, 1:, :-2], (frame[:, :, :-1, 2:] + frame[:, :, 1:, 2:]) / 2)
-    # the picture's edge goes on for ever
-    torch.testing.assert_close(drawn[:, :, 0, :-2], frame[:, :, 0, 2:])
-    torch.testing.assert_close(drawn[:, :, 0, -2:], frame[:, :, 0, -1:].expand(-1, -1, 2))
+    decoded = tokenizer.decode(frame, tokenizer.stem(frame), torch.rand(2, 1, 3))
+    torch.testing.assert_close(decoded[:, :, 1:, :-2], (frame[:, :, :-1, 2:] + frame[:, :, 1:, 2:]) / 2)
+    # pixels outside the image repeat its edge
+    torch.testing.assert_close(decoded[:, :, 0, :-2], frame[:, :, 0, 2:])
+    torch.testing.assert_close(decoded[:, :, 0, -2:], frame[:, :, 0, -1:].expand(-1, -1, 2))
 
 
-def test_who_sees_what():
+def test_the_context_tokenizer_reads_both_frames_and_the_frame_tokenizer_the_next_only():
     torch.manual_seed(0)
     one, other = (random_features(seed) for seed in (1, 2))
     context, alone = ContextTokenizer(FSQ((8,) * 6), 16), FrameTokenizer(FSQ((8,) * 6), 16)
@@ -128,21 +128,21 @@ def random_features(seed: int) -> torch.Tensor:
 
 
 def test_changed_pixels_count_five_times():
-    tokenizer = copying()
+    tokenizer = copying_tokenizer()
     frame = torch.full((1, 3, 16, 16), 0.5)
     following = frame.clone()
-    following[:, :, 0, 0] = 0.6  # has changed
-    following[:, :, 0, 1] = 0.5 + 4 / 255  # has hardly
+    following[:, :, 0, 0] = 0.6  # changed
+    following[:, :, 0, 1] = 0.5 + 4 / 255  # below the threshold of a change
     features = tokenizer.stem(frame)
-    wrong, apart = tokenizer.loss(frame, features, following, tokenizer.stem(following))
+    loss, quantizer_loss = tokenizer.loss(frame, features, following, tokenizer.stem(following))
     small = 4 / 255
-    assert wrong.item() == pytest.approx((5 * (0.1 + 8 * 0.01) + small + 8 * small**2) / 256, rel=1e-4)
-    assert float(apart) == 0
+    assert loss.item() == pytest.approx((5 * (0.1 + 8 * 0.01) + small + 8 * small**2) / 256, rel=1e-4)
+    assert float(quantizer_loss) == 0
 
 
 @pytest.mark.parametrize(("kind", "quantizer"), [(ContextTokenizer, FSQ((8, 8, 8))), (FrameTokenizer, VQ(64))])
-def test_it_learns(kind, quantizer):
-    """A square that jumps: the tokens tell where from and where to."""
+def test_a_tokenizer_learns_to_reconstruct_the_next_frame(kind, quantizer):
+    """A square jumps: the tokens must encode where from and where to."""
     torch.manual_seed(0)
     tokenizer = kind(quantizer, 24)
     optimizer = torch.optim.AdamW(tokenizer.parameters(), 4e-3)
@@ -151,9 +151,9 @@ def test_it_learns(kind, quantizer):
     copied = float((frame - following).square().mean())
     for _ in range(150):
         features = tokenizer.stem(frame), tokenizer.stem(following)
-        wrong, apart = tokenizer.loss(frame, features[0], following, features[1])
+        loss, quantizer_loss = tokenizer.loss(frame, features[0], following, features[1])
         optimizer.zero_grad()
-        (wrong + apart).backward()
+        (loss + quantizer_loss).backward()
         optimizer.step()
     with torch.no_grad():
         before, after = tokenizer.stem(frame), tokenizer.stem(following)

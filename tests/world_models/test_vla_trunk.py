@@ -1,4 +1,4 @@
-"""A world model on the transformer of a VLA: what it computes, what learns, and which folders it takes."""
+"""A world model on the transformer of a VLA: its outputs, which weights learn, and which folders it accepts."""
 
 import json
 from itertools import repeat
@@ -40,8 +40,8 @@ def make(trunk, **settings):
     return make_world_model(TokenWorldModelConfig(**settings), SPEC, chunk=2).eval()
 
 
-def learned(model, steps: int) -> list[float]:
-    """`steps` gradient steps on one batch, as in a phase; what was lost in each, but for pictures of random steps."""
+def train(model, steps: int) -> list[float]:
+    """The losses of `steps` gradient steps on one batch, without the loss of images, which are of random steps."""
     learner = WorldModelLearner(SimpleNamespace(learning_rate=3e-3), model, Distributed("cpu"), "teacher")
     batch, losses = moving_windows(6, 3), []
     for _ in range(steps):
@@ -50,12 +50,12 @@ def learned(model, steps: int) -> list[float]:
     return losses
 
 
-def copied(model) -> dict[str, torch.Tensor]:
+def copy_weights(model) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in model.named_parameters()}
 
 
-def test_the_layers_are_those_of_the_checkpoint(native):
-    """On the VLA's own words they give what it makes of them."""
+def test_the_layers_are_loaded_from_the_checkpoint(native):
+    """With the VLA's word embeddings as inputs they give its features."""
     vla, block = make_model(), make(native).trunk.block
     inputs = make_inputs(cameras=0, lengths=(7, 7, 7))
     with torch.no_grad():
@@ -63,45 +63,45 @@ def test_the_layers_are_those_of_the_checkpoint(native):
         torch.testing.assert_close(block.base(words).mean(1), vla.features(inputs))
 
 
-def test_a_pi0_of_transformers_is_a_trunk_too(pi0):
+def test_a_pi0_of_transformers_can_be_the_trunk(pi0):
     model = make(pi0, lora_r=2)
     theirs = tiny_pi0.make_model().model.vlm.language_model.layers[1].self_attn
     joined = torch.cat([part.weight for part in (theirs.q_proj, theirs.k_proj, theirs.v_proj)])
     assert torch.equal(model.trunk.block.base.trunk[1].qkv.base_layer.weight, joined)
-    losses = learned(model, 3)
+    losses = train(model, 3)
     assert losses[-1] < losses[0]
 
 
-def test_with_lora_it_learns_while_the_base_stays(native):
+def test_with_lora_the_model_learns_and_the_base_is_unchanged(native):
     model = make(native, lora_r=4)
-    before = copied(model)
-    losses = learned(model, 30)
+    before = copy_weights(model)
+    losses = train(model, 30)
     assert losses[-1] < losses[0] / 3
-    kept = {name for name, weight in model.named_parameters() if torch.equal(weight, before[name])}
+    unchanged = {name for name, weight in model.named_parameters() if torch.equal(weight, before[name])}
     frozen = {name for name in before if name.startswith("trunk.block.base.") and ".lora_" not in name}
-    # the tokenizer is done with; all else moves: adapters, the maps in and out, members, heads, the memory
-    assert kept == frozen | {name for name in before if name.startswith("tokenizer.")}
+    # the tokenizer is trained; all else learns: adapters, input and output layers, members, heads, the memory
+    assert unchanged == frozen | {name for name in before if name.startswith("tokenizer.")}
     saved = load_file(native / "model.safetensors")
     for name in ("trunk.0.qkv", "trunk.1.down"):
         assert torch.equal(model.get_submodule(f"trunk.block.base.{name}").base_layer.weight, saved[f"{name}.weight"])
 
 
-def test_without_lora_all_of_it_learns(native):
+def test_without_lora_all_weights_learn_except_the_tokenizer(native):
     model = make(native)
-    before = copied(model)
-    learned(model, 2)
-    kept = {name for name, weight in model.named_parameters() if torch.equal(weight, before[name])}
-    assert kept == {name for name in before if name.startswith("tokenizer.")}
+    before = copy_weights(model)
+    train(model, 2)
+    unchanged = {name for name, weight in model.named_parameters() if torch.equal(weight, before[name])}
+    assert unchanged == {name for name in before if name.startswith("tokenizer.")}
 
 
-def test_only_some_layers_with_adapters_and_one_in_full(native):
+def test_some_layers_may_have_adapters_and_one_may_learn_in_full(native):
     model = make(native, lora_r=4, lora_targets=("qkv",), modules_to_save=("trunk_norm",))
-    learning = {name for name, p in model.trunk.block.base.named_parameters() if p.requires_grad}
+    trainable = {name for name, p in model.trunk.block.base.named_parameters() if p.requires_grad}
     adapters = {f"trunk.{layer}.qkv.lora_{part}.default.weight" for layer in (0, 1) for part in "AB"}
-    assert learning == adapters | {"trunk_norm.weight"}
+    assert trainable == adapters | {"trunk_norm.weight"}
 
 
-def test_in_bf16_what_is_frozen_is_kept_so(native):
+def test_in_bf16_frozen_weights_are_bf16(native):
     model = make(native, lora_r=4, precision="bf16")
     kinds = {name.partition(".lora_")[1]: p.dtype for name, p in model.trunk.block.base.named_parameters()}
     assert kinds == {"": torch.bfloat16, ".lora_": torch.float32}
@@ -109,13 +109,13 @@ def test_in_bf16_what_is_frozen_is_kept_so(native):
     exact, rounded = make(native, lora_r=4).score(td)["error"], model.score(td)["error"]
     assert rounded.dtype == torch.float32 and not torch.equal(exact, rounded)
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
-    losses = learned(model, 10)
+    losses = train(model, 10)
     assert losses[-1] < losses[0] / 1.5
 
 
-def test_weights_come_back(native):
+def test_loaded_weights_give_the_same_outputs(native):
     model, other = make(native, lora_r=4), make(native, lora_r=4)
-    learned(model, 2)
+    train(model, 2)
     td = moving_windows(3, 1)[:, 0]
     assert not torch.equal(other.score(td)["error"], model.score(td)["error"])
     other.load_state_dict(model.state_dict())
@@ -126,26 +126,26 @@ def test_weights_come_back(native):
     "given",
     [{"lora_r": 4}, {"lora_targets": ("qkv",)}, {"modules_to_save": ("trunk_norm",)}, {"lora_alpha": 8.0}],
 )
-def test_lora_without_a_vla(given):
+def test_lora_needs_a_trunk(given):
     with pytest.raises(ConfigError, match="applies to the transformer.*world_model.trunk"):
         TokenWorldModelConfig(**given)
 
 
-def test_a_pattern_that_is_nowhere(native):
+def test_a_pattern_without_a_match_is_refused(native):
     with pytest.raises(UserError, match="world_model.lora_targets: 'q_proj' matches no part"):
         make(native, lora_r=4, lora_targets=("q_proj",))
     with pytest.raises(UserError, match="world_model.lora_targets=.* without LoRA; set world_model.lora_r"):
         make(native, lora_targets=("qkv",))
 
 
-def test_folders_that_hold_no_vla(native, pi0, tmp_path):
+def test_folders_without_a_valid_vla_are_refused(native, pi0, tmp_path):
     with pytest.raises(UserError, match="world_model.trunk=.*nowhere: neither native_vla.json.*no such folder"):
         make(tmp_path / "nowhere")
     sizes = json.loads((native / "native_vla.json").read_text())
     (tmp_path / "native_vla.json").write_text(json.dumps(sizes))
     with pytest.raises(UserError, match="no valid checkpoint of a native VLA"):
         make(tmp_path)
-    # weights of other sizes than it says
+    # the weights have other sizes than native_vla.json
     (tmp_path / "native_vla.json").write_text(json.dumps(sizes | {"mlp": 32}))
     save_file(load_file(native / "model.safetensors"), tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"weights in world_model.trunk=.* 4 of another shape: .*trunk.0.down.weight"):

@@ -1,4 +1,4 @@
-"""The token world model: what it returns, what it reads, what it learns and what it keeps."""
+"""The token world model: its outputs, its inputs, its losses and its memory."""
 
 import math
 from dataclasses import replace
@@ -13,12 +13,12 @@ from sparring.world_models.configs import PRESETS, TokenWorldModelConfig
 from sparring.world_models.world_model import make_world_model
 
 
-def exact(**settings):
-    """Nothing left to chance: one member learns from all windows."""
+def deterministic(**settings):
+    """A model without randomness in its loss: one member, which learns from all windows."""
     return make(members=1, **settings)
 
 
-def test_what_it_returns():
+def test_shapes_and_types_of_the_outputs():
     model = make()
     assert (model.cameras, model.members) == (("head", "wrist"), 2)
     # two cameras of four patches each, and four registers
@@ -29,15 +29,15 @@ def test_what_it_returns():
     shapes = {"state": (3, 2), "reward": (3,), "terminated": (3,), "success": (3,), "memory": (3, 48)}
     assert {name: tuple(predicted[name].shape) for name in shapes} == shapes
     for camera in model.cameras:
-        for told in (predicted, model.reconstruct(td)):
-            assert told["image", camera].dtype == torch.uint8 and told["image", camera].shape == (3, 3, 32, 32)
+        for output in (predicted, model.reconstruct(td)):
+            assert output["image", camera].dtype == torch.uint8 and output["image", camera].shape == (3, 3, 32, 32)
     for name in ("error", "entropy", "disagreement", "surprise", "accuracy"):
         assert scored[name].shape == (3,) and scored[name].dtype == torch.float32
     assert model.correct_tokens(td)["right"].shape == model.correct_tokens(td)["copied"].shape == (3, 8)
     assert (td == before).all() and set(td.keys()) == set(before.keys())
 
 
-def test_one_memory_whoever_asks():
+def test_all_methods_return_the_same_memory():
     model = make()
     td = moving_windows(3, 1)[:, 0]
     td["memory", "world_model"] = torch.randn(3, model.memory_size)
@@ -52,7 +52,7 @@ def test_one_memory_whoever_asks():
     assert torch.equal(cleared[2], memory[2]) and not torch.allclose(cleared[0], memory[0])
 
 
-def test_the_action_the_state_and_the_memory_matter():
+def test_predictions_depend_on_action_state_and_memory():
     model = make()
     td = moving_windows(2, 1)[:, 0]
     td["memory", "world_model"] = torch.zeros(2, model.memory_size)
@@ -65,7 +65,7 @@ def test_the_action_the_state_and_the_memory_matter():
         assert not torch.allclose(model.score(other)["error"], error), key
 
 
-def test_actions_count_as_the_env_takes_them():
+def test_actions_are_clipped_as_by_the_env():
     model = make()
     td = moving_windows(2, 1)[:, 0]
     wild = td.clone()
@@ -73,7 +73,7 @@ def test_actions_count_as_the_env_takes_them():
     assert torch.equal(model.observe(wild), model.observe(td))
 
 
-def test_a_masked_camera_is_not_seen():
+def test_a_masked_camera_has_no_effect():
     model = make()
     td, other = moving_windows(3, 1)[:, 0], moving_windows(3, 1)[:, 0]
     other["observation", "image", "head"] = 255 - other["observation", "image", "head"]
@@ -82,7 +82,7 @@ def test_a_masked_camera_is_not_seen():
     assert not torch.allclose(model.observe(td), model.observe(td, without=("head",)))
 
 
-def test_camera_dropout_is_that_mask():
+def test_camera_dropout_masks_a_camera():
     model = make(camera_dropout=0.999999)
     window = moving_windows(3, 1)
     model.loss(window)
@@ -92,8 +92,8 @@ def test_camera_dropout_is_that_mask():
     torch.testing.assert_close(window["memory_after"][:, 0], model.observe(window[:, 0], without=("wrist",)))
 
 
-def test_two_windows_with_the_memory_carried_are_one():
-    model = exact()
+def test_two_windows_with_carried_memory_equal_one_window():
+    model = deterministic()
     whole = moving_windows(4, 6)
     loss = loss_of_all_steps(model, whole)
     first, second = whole[:, :2].clone(), whole[:, 2:].clone()
@@ -109,13 +109,13 @@ def test_two_windows_with_the_memory_carried_are_one():
 
 
 def loss_of_all_steps(model, window) -> float:
-    """Pictures are drawn of some steps only."""
+    """The sum of losses without that of images, which are predicted for some steps only."""
     metrics = model.loss(window)[1]
     return sum(value.item() for name, value in metrics.items() if name.startswith("loss_") and name != "loss_pictures")
 
 
-def test_without_a_memory():
-    model = exact(remembers=False)
+def test_without_memory_steps_are_independent():
+    model = deterministic(remembers=False)
     window, split = moving_windows(4, 3), moving_windows(4, 3)
     split["is_first"][:] = True
     assert torch.equal(gradient(model, window), gradient(model, split))
@@ -123,18 +123,18 @@ def test_without_a_memory():
     assert torch.equal(model.observe(td), model.observe(td.exclude("memory")))
 
 
-def test_only_steps_in_the_mask_are_learned_from():
-    model = exact()
+def test_only_steps_in_the_mask_affect_the_gradient():
+    model = deterministic()
     window = moving_windows(4, 5)
     window["mask"][:, 3:] = False
     short = moving_windows(4, 5)[:, :3].clone()
     expected = gradient(model, short)
     torch.testing.assert_close(gradient(model, window), expected)
-    # what lies in filled-up columns is nobody's business
+    # values in padded columns do not matter
     window["action"][:, 3:] = 0.3
     window["next", "reward"][:, 3:] = 99.0
     torch.testing.assert_close(gradient(model, window), expected)
-    # in front of what is learned from, steps that are not still fill the memory
+    # masked steps before the others still change the memory
     window["mask"][:] = True
     window["mask"][:, 0] = False
     other = window.clone()
@@ -143,7 +143,7 @@ def test_only_steps_in_the_mask_are_learned_from():
 
 
 def test_gradients_pass_back_through_the_memory_to_where_it_was_cleared():
-    model = exact()
+    model = deterministic()
     window = moving_windows(4, 3)
     window["mask"][:, :2] = False
     gru = model.trunk.gru.weight_ih
@@ -157,22 +157,22 @@ def test_gradients_pass_back_through_the_memory_to_where_it_was_cleared():
 
 def gradient(model, window) -> torch.Tensor:
     model.zero_grad()
-    # the same pictures each time
+    # the same random steps each time
     torch.manual_seed(0)
     model.loss(window)[0].backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def test_scores_by_hand(monkeypatch):
-    """Two members, one patch that counts: half sure of 0, half sure of 1, where 0 is true."""
+    """Two members, one digit of two values: the truth has probability 0.9 in one member and 0.3 in the other."""
     model = make(levels=(2,), tokenizer="context_fsq")
     td = moving_windows(1, 1)[:, 0]
     truth = model._digits(*(model._features(td[key])[1].flatten(0, 1) for key in IMAGES))
     probability = torch.tensor([0.9, 0.3])
     # [M, N, P, K, L]: the probability that each member gives to the truth
-    said = torch.stack([probability, 1 - probability], -1)[:, None, None, None].expand(-1, 1, 8, 1, -1)
-    said = torch.where(truth[..., None].bool(), said.flip(-1), said).log()
-    monkeypatch.setattr(model, "_predictions", lambda tokens: (said, None))
+    log_probs = torch.stack([probability, 1 - probability], -1)[:, None, None, None].expand(-1, 1, 8, 1, -1)
+    log_probs = torch.where(truth[..., None].bool(), log_probs.flip(-1), log_probs).log()
+    monkeypatch.setattr(model, "_predictions", lambda tokens: (log_probs, None))
     scored = model.score(td)
     own = (entropy(0.9) + entropy(0.3)) / 2
     expected = {
@@ -192,7 +192,7 @@ def entropy(p: float) -> float:
     return -p * math.log(p) - (1 - p) * math.log(1 - p)
 
 
-def test_members_that_are_alike_do_not_disagree():
+def test_identical_members_do_not_disagree():
     model = make(members=3)
     td = moving_windows(2, 1)[:, 0]
     assert (model.score(td)["disagreement"] > 1e-4).all()
@@ -201,19 +201,19 @@ def test_members_that_are_alike_do_not_disagree():
     assert model.score(td)["disagreement"].abs().max() < 1e-5
 
 
-def test_each_member_learns_from_random_windows_drawn_anew_in_each_step(monkeypatch):
+def test_each_member_learns_from_other_random_windows_in_each_step(monkeypatch):
     model, batch, weights = make(members=3), moving_windows(40, 2), []
     mean = token_model._mean
     monkeypatch.setattr(token_model, "_mean", lambda values, weight: (weights.append(weight), mean(values, weight))[1])
     for _ in range(20):
         model.loss(batch.clone())
-    # [steps, M, B, T]: the same windows for all losses of a step, and whole windows
-    drawn = torch.stack([w for i, w in enumerate(weights) if i % (len(weights) // 20) == 0])
-    assert drawn.shape == (20, 3, 40, 2) and torch.equal(drawn[..., 0], drawn[..., 1])
-    assert 0.72 < float(drawn.mean()) < 0.78
-    # not the same for two members, nor in two steps; in the end each member has learned from every window
-    assert not torch.equal(drawn[0, 0], drawn[0, 1]) and not torch.equal(drawn[0, 0], drawn[1, 0])
-    assert bool(drawn.amax(0).all())
+    # [steps, M, B, T]: the same windows for all losses and all time steps
+    used = torch.stack([w for i, w in enumerate(weights) if i % (len(weights) // 20) == 0])
+    assert used.shape == (20, 3, 40, 2) and torch.equal(used[..., 0], used[..., 1])
+    assert 0.72 < float(used.mean()) < 0.78
+    # different for two members and in two steps; after all steps each member has learned from every window
+    assert not torch.equal(used[0, 0], used[0, 1]) and not torch.equal(used[0, 0], used[1, 0])
+    assert bool(used.amax(0).all())
 
 
 def test_values_that_a_digit_does_not_have_are_never_predicted():
@@ -233,7 +233,7 @@ def test_instructions_are_matched_by_their_words():
 
 
 @pytest.mark.parametrize("settings", [{"tokenizer": "vq"}, {"tokenizer": "fsq"}, {"precision": "bf16"}])
-def test_other_kinds(settings):
+def test_other_tokenizers_and_precisions(settings):
     model = make(**settings, tokenizer_steps=1).train()
     window = moving_windows(2, 3)
     for expected in ("loss_tokenizer", "loss_tokens"):
@@ -243,7 +243,7 @@ def test_other_kinds(settings):
     assert model.score(window[:, 0])["error"].isfinite().all()
 
 
-def test_envs_that_show_less():
+def test_an_env_may_have_one_camera_and_no_state():
     spec = replace(SPEC, observation={"image/wrist": ((3, 16, 48), "uint8")}, discrete_actions=3)
     model = make(spec=spec)
     td = moving_windows(2, 1)[:, 0].exclude("observation", "next")
@@ -254,7 +254,7 @@ def test_envs_that_show_less():
 
 
 @pytest.mark.parametrize(
-    ("observation", "said"),
+    ("observation", "message"),
     [
         (
             {"state": ((2,), "float32")},
@@ -264,13 +264,13 @@ def test_envs_that_show_less():
         ({"image/head": ((3, 32, 32), "uint8"), "image/wrist": ((3, 64, 64), "uint8")}, "cameras of one size"),
     ],
 )
-def test_what_it_cannot_predict(observation, said):
-    with pytest.raises(UserError, match=said):
+def test_envs_that_it_cannot_predict_are_refused(observation, message):
+    with pytest.raises(UserError, match=message):
         make(spec=replace(SPEC, observation=observation))
 
 
 @pytest.mark.parametrize(("preset", "least", "most"), [("tiny", 8e5, 1.4e6), ("small", 2e7, 3e7)])
-def test_presets(preset, least, most):
+def test_presets_have_the_documented_size(preset, least, most):
     shapes = {"image/head": ((3, 64, 64), "uint8"), "image/wrist": ((3, 64, 64), "uint8"), "state": ((30,), "float32")}
     model = make_world_model(TokenWorldModelConfig(preset=preset), replace(SPEC, observation=shapes), 4)
     assert least < sum(parameter.numel() for parameter in model.parameters()) < most
@@ -279,7 +279,7 @@ def test_presets(preset, least, most):
     assert chosen.members == 1
 
 
-def test_tokens_are_done_with_when_half_of_the_run_is_over():
+def test_settle_ends_the_training_of_the_tokenizer():
     model = make(tokenizer_steps=5).train()
     assert not model.ready
     model.loss(moving_windows(2, 2))
@@ -292,17 +292,17 @@ def test_tokens_are_done_with_when_half_of_the_run_is_over():
     assert int(model.steps) == 6
 
 
-def test_accuracies_are_of_steps_that_count(monkeypatch):
-    model = exact()
+def test_accuracies_count_steps_in_the_mask_only(monkeypatch):
+    model = deterministic()
     batch = moving_windows(2, 6)
-    # a window that ended after its first step, as sequential ones do
+    # windows that end after their first step, as sequential ones may
     batch["mask"][:, 1:] = False
     monkeypatch.setattr(model, "_digits", lambda before, after: torch.zeros(len(before) // 2, 8, 3, dtype=torch.int64))
-    told = {float(model.loss(batch.clone())[1]["accuracy_copy"]) for _ in range(8)}
-    assert told == {1.0}
+    accuracies = {float(model.loss(batch.clone())[1]["accuracy_copy"]) for _ in range(8)}
+    assert accuracies == {1.0}
 
 
-def test_a_reward_that_is_seldom_is_foretold_as_it_is():
+def test_a_rare_reward_is_predicted_at_its_scale():
     model = make()
     batch = moving_windows(4, 500)
     batch["next", "reward"].zero_()

@@ -1,4 +1,4 @@
-"""ImaginedEnv: an env like any other, whose numbers are the model's predictions."""
+"""ImaginedEnv: an env whose observations and rewards are the model's predictions."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from sparring.errors import UserError
 from sparring.policies.random import RandomPolicy
 from sparring.world_models.imagined_env import GivenStarts, ImaginedEnv, StoredStarts
 
-GOES_ON = {"terminated": [0.1, 0.1], "success": [0.0, 0.0]}
+CONTINUES = {"terminated": [0.1, 0.1], "success": [0.0, 0.0]}
 
 
 def imagined(model, max_decisions: int = 3, robots: int = 2) -> ImaginedEnv:
@@ -23,7 +23,7 @@ def imagined(model, max_decisions: int = 3, robots: int = 2) -> ImaginedEnv:
     return ImaginedEnv(model, SPEC, GivenStarts(model, observations), robots, max_decisions)
 
 
-def forced(model, **others):
+def with_predictions(model, **others):
     """`model` with some of its predictions replaced."""
     predict = model.predict
 
@@ -39,8 +39,8 @@ def action(robots: int, value: float = 1.0) -> TensorDict:
     return TensorDict({"action": torch.full((robots, 2, 1), value)}, [robots])
 
 
-def test_it_shows_what_the_model_predicts():
-    model = forced(make(), **GOES_ON)
+def test_the_env_returns_the_models_predictions():
+    model = with_predictions(make(), **CONTINUES)
     env = imagined(model)
     root = env.reset(seed=0)
     check_observation(root, env.spec, "reset")
@@ -51,7 +51,7 @@ def test_it_shows_what_the_model_predicts():
     check_step(after, env.spec, 2, "step")
     assert torch.equal(after["observation", "image", "head"], first["image", "head"])
     assert torch.equal(after["next", "observation", "state"], first["state"])
-    # half of it with each of the two steps
+    # half of the predicted reward for each of the two steps
     assert torch.equal(after["next", "reward"], torch.stack([first["reward"], first["reward"]], 1) / 2)
     assert torch.equal(after["observation", "task"], root["observation", "task"])
     # the second prediction is made with the memory of the first
@@ -60,7 +60,7 @@ def test_it_shows_what_the_model_predicts():
 
 
 def test_the_predicted_reward_is_discounted_like_that_of_an_env():
-    env = imagined(forced(make(), **GOES_ON, reward=[6.0, -2.0]))
+    env = imagined(with_predictions(make(), **CONTINUES, reward=[6.0, -2.0]))
     env.reset(seed=0)
     after = env.step(action(2))
     assert after["next", "reward"].tolist() == [[3.0, 3.0], [-1.0, -1.0]]
@@ -72,7 +72,7 @@ def test_the_predicted_reward_is_discounted_like_that_of_an_env():
 
 
 def test_episodes_end_by_prediction_or_by_the_limit():
-    env = imagined(forced(make(), terminated=[0.0, 0.6], success=[0.0, 0.0]))
+    env = imagined(with_predictions(make(), terminated=[0.0, 0.6], success=[0.0, 0.0]))
     env.reset(seed=0)
     for decision in range(3):
         after = env.step(action(2))
@@ -80,16 +80,16 @@ def test_episodes_end_by_prediction_or_by_the_limit():
         assert after["next", "truncated"].tolist() == [decision == 2, False]
         assert after["is_first"].tolist() == [decision == 2, True]
         assert env.last.ended.tolist() == ([0, 1] if decision == 2 else [1])
-    # what it ended with is told, and the next episode starts elsewhere
+    # the final observation is returned, and the next episode starts elsewhere
     assert torch.equal(torch.from_numpy(env.last.final["state"]), after["next", "observation", "state"])
     assert not torch.equal(after["observation", "state"], after["next", "observation", "state"])
-    env = imagined(forced(make(), terminated=[0.0, 0.0], success=[0.2, 0.9]))
+    env = imagined(with_predictions(make(), terminated=[0.0, 0.0], success=[0.2, 0.9]))
     env.reset(seed=0)
     after = env.step(action(2))
     assert after["next", "success"].tolist() == after["next", "terminated"].tolist() == [False, True]
 
 
-def test_it_goes_on_where_it_was():
+def test_a_restored_env_continues_with_the_same_steps():
     model = make()
     env, other = imagined(model), imagined(model)
     env.reset(seed=3)
@@ -100,8 +100,8 @@ def test_it_goes_on_where_it_was():
         assert_equal(env.step(action(2)), other.step(action(2)))
 
 
-def test_a_collector_cannot_tell_it_from_a_simulator():
-    env = imagined(forced(make(), **GOES_ON), max_decisions=4)
+def test_a_collector_collects_from_it():
+    env = imagined(with_predictions(make(), **CONTINUES), max_decisions=4)
     collector = Collector(env, RandomPolicy(env.spec, 2), seed=0, chunk=2)
     for _ in range(9):
         collector.decide()
@@ -113,14 +113,14 @@ def store(tmp_path):
     store = EpisodeStore(tmp_path)
     for seed in range(2):
         episode = moving_windows(1, 6, seed=seed)[0].exclude("mask")
-        # which step of which episode it is
+        # the state is the numbers of the episode and of the step
         clock = torch.stack([torch.full((7,), float(seed)), torch.arange(7.0)], -1)
         episode["observation", "state"], episode["next", "observation", "state"] = clock[:-1], clock[1:]
         store.append(episode)
     return store
 
 
-def test_stored_starts_come_with_their_memory(store):
+def test_stored_starts_have_the_memory_of_the_steps_before_them(store):
     model = make()
     starts = StoredStarts(model, store, looks_back=2)
     steps = {}
@@ -143,8 +143,8 @@ def test_an_empty_store_is_refused(tmp_path):
         StoredStarts(make(), EpisodeStore(tmp_path))([0])
 
 
-def test_a_rollout_of_it():
-    env = imagined(forced(make(), **GOES_ON), max_decisions=3)
+def test_a_rollout_buffer_stores_its_episodes():
+    env = imagined(with_predictions(make(), **CONTINUES), max_decisions=3)
     collector = Collector(env, RandomPolicy(env.spec, 2), seed=0, chunk=2)
     buffer = RolloutBuffer(steps=6)
     buffer.start()
