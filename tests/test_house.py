@@ -12,6 +12,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LINES = {path: len(path.read_text().splitlines()) for path in FILES}
 # the limits of the restructuring, and what later features added: (lines, public names)
 BUDGET = {"the restructured package": (28_000, 450), "verified files, trusted code, no hangs, a guard": (2_900, 45)}
+BUDGET |= {"roles of observations, free text, restarted workers, Meta-World, experts of gymnasium envs": (900, 20)}
 TYPED = {"config", "spec", "env", "policy"}
 
 

@@ -463,7 +463,7 @@ NAN = float("nan")
         (written("meta/info.json", "[]"), "it contains a list, expected keys with values"),
         (written("meta/info.json", "[" * 10**5), "meta/info.json' cannot be read ("),
         (written("meta/stats.json", '{"action": {"mean": "x"}}'), "stats.json': action: expected numbers"),
-        (written("meta/sparring.json", '{"env": []}'), "meta/sparring.json': control_mode, env, seed, noise"),
+        (written("meta/sparring.json", '{"env": []}'), "meta/sparring.json': env, seed, noise"),
         (pipe("meta/info.json"), "meta/info.json' cannot be read (not a regular file)"),
         (pipe(DATA), "file-000.parquet' cannot be read (not a regular file)"),
         (pipe(HEAD), "images of observation.images.head is missing"),

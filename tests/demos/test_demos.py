@@ -119,7 +119,8 @@ def test_noise_is_in_the_actions_and_differs_between_episodes(short, tmp_path):
 
 def test_the_dataset_does_not_depend_on_workers_and_robots(short, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "_ROBOTS", 2)
-    assert SHORT.robots == 2
+    env = SHORT.make_env(1)
+    assert SHORT.robots(env.spec) == 2
     record(SHORT, 6, tmp_path / "pairs", quiet=True)
     assert digests(tmp_path / "pairs") == digests(short)
     monkeypatch.undo()
@@ -420,8 +421,9 @@ def test_mixed_tasks(tmp_path):
 @pytest.mark.parametrize("mode", ["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"])
 def test_every_entry_has_a_name(task, mode):
     for object_state in ("state", "privileged"):
-        env = Tabletop(TabletopConfig(task=task, control_mode=mode, object_state=object_state, threads=1), 1)
-        found = plan.entry_names(env)
+        config = TabletopConfig(task=task, control_mode=mode, object_state=object_state, threads=1)
+        env = make_expert_env(config, 1, None, 0.0, 0)
+        found = env.names
         assert len(found["action"]) == env.spec.action_dim
         if object_state == "privileged":
             assert len(found["observation.privileged"]) == env.spec.observation["privileged"][0][0]

@@ -35,14 +35,8 @@ _BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_inde
 # the fields that a template of paths may have, also with leading zeros
 _FIELD = re.compile(r"{(video_key|chunk_index|file_index)(:0?\d?d)?}")
 # required keys of meta/sparring.json, and their types
-_EXTRAS: dict[str, Any] = {
-    "control_mode": str | None,
-    "env": dict,
-    "seed": int,
-    "noise": int | float,
-    "episodes_tried": int,
-}
-_EXTRAS |= dict.fromkeys(("episode_seeds", "episode_tasks"), list)
+_EXTRAS: dict[str, Any] = {"control_mode": str | None, "env": dict, "seed": int, "noise": int | float}
+_EXTRAS |= {"episodes_tried": int} | dict.fromkeys(("episode_seeds", "episode_tasks"), list)
 _QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
