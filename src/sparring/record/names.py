@@ -23,7 +23,11 @@ NAMES = {
     "policy_loss": ("train/policy_loss", "Clipped policy loss, averaged over the minibatches of an update."),
     "value_loss": ("train/value_loss", "Squared error of the critic, without its coefficient."),
     "entropy": ("train/entropy", "Entropy of a decision, in nats; it can be negative for continuous actions."),
-    "approx_kl": ("train/approx_kl", "KL divergence from the behaviour policy to the learning policy, in nats."),
+    "approx_kl": (
+        "train/approx_kl",
+        "Estimated KL divergence (k3) from the policy at the start of the update to the learning policy, in nats; with "
+        "correction=none, from the policy that collected the data.",
+    ),
     "clip_fraction": ("train/clip_fraction", "Share of the importance ratios that were clipped."),
     "explained_variance": (
         "train/explained_variance",
@@ -115,11 +119,11 @@ NAMES = {
     "update_seconds": ("perf/update_seconds", "Learning from a rollout; in teacher, the gradient steps of an update."),
     "wm_update_seconds": ("perf/world_model_seconds", "Gradient steps of the world model in adversarial."),
     "handover_seconds": ("perf/handover_seconds", "Loading weights and handing over a rollout in the actor process."),
-    "actor_wait_seconds": ("perf/actor_wait_seconds", "Waiting of the actor process for weights."),
-    "learner_wait_seconds": ("perf/learner_wait_seconds", "Waiting of the learner for a rollout."),
+    "actor_wait_seconds": ("perf/actor_wait_seconds", "Time that the actor process waits for weights."),
+    "learner_wait_seconds": ("perf/learner_wait_seconds", "Time that the learner waits for a rollout."),
     "actor_idle": ("perf/actor_idle", "Share of the time that the actor process waits."),
     "learner_idle": ("perf/learner_idle", "Share of the time that the learner waits."),
-    "queue_depth": ("perf/queue_depth", "Number of waiting rollouts when the learner takes one."),
+    "queue_depth": ("perf/queue_depth", "Number of rollouts that are still waiting when the learner takes one."),
     "staleness": ("perf/staleness", "Staleness of a rollout, in policy versions, when the learner takes it."),
     "staleness_mean": ("perf/staleness_mean", "Mean staleness of the decisions of an update."),
     "staleness_max": ("perf/staleness_max", "Staleness of the oldest decision of an update."),
@@ -151,10 +155,10 @@ EVALUATIONS = {
     "Absent if the tokenizer itself is no better than copying.",
     "eval/<camera>/changed_mse_ratio": "World model: squared error on changed pixels, relative to copying.",
     "eval/contact": "Explorer: share of the decisions in which the robot touches an object.",
-    "eval/random_contact": "Share of contact of the best random baseline.",
+    "eval/random_contact": "Contact share of the best random baseline.",
     "eval/voxels": "Explorer: 5 cm voxels that a hand reached; `voxels_per_episode`: mean per episode.",
     "eval/object_voxels": "Explorer: 5 cm voxels that objects were moved to; null if the env does not report them.",
-    "eval/state_entropy": "Explorer: entropy of the visited states, in nats.",
+    "eval/state_entropy": "Explorer: entropy of a state entry in bins of 0.1, averaged over the entries, in nats.",
 }
 
 
