@@ -246,7 +246,7 @@ def test_a_file_for_all_phases_is_imported_for_each_of_them(tmp_path):
     for setting in read_settings(file):
         assert setting.key in written or any(f"{s.key}" == setting.key for s in read_settings(ours))
     assert "#   model.config_file: f1.yaml  (line 2: describes F1's network; " in written
-    assert "model.lora.bias (from rl_config.yaml line 3) is now a comment: always the case here" in told
+    assert "model.lora.bias (from rl_config.yaml line 3) is now a comment: Sparring always behaves this way" in told
 
 
 @pytest.mark.parametrize("phase", ["student", "adversarial"])
@@ -271,7 +271,7 @@ def test_rewards_of_the_originals_mean_what_they_meant_there(tmp_path, text, exp
     _, told = schema.configure([*read_settings(file), *start(phase), Setting("phase", phase, "here")], inherit=False)
     for lines in (notes, told):
         (line,) = [line for line in lines if line.startswith(f"{phase} has the rewards of the originals: ")]
-        assert "rewards.name=original" in line and "unlike there, terms are normalised" in line
+        assert "rewards.name=original" in line and "unlike in the originals, terms are normalised" in line
         assert line in notes and f"# {line}.\n" in written
 
 
@@ -434,7 +434,7 @@ def test_import_writes_a_file_and_says_what_it_renamed(tmp_path, monkeypatch, ca
         "# From f.yaml, by `sparring config import`. For `sparring train finetune`.",
         "rollout:",
         "  n_envs: 4  # was trainer.num_envs",
-        "# Not settings here (with the line in f.yaml, and the reason):",
+        "# Not converted (with the line in f.yaml, and the reason):",
         "#   trainer.exp_name: mine  (line 1: the name of a run is that of its folder: set output)",
     ]
     assert main(["config", "import", "f.yaml"]) == 0 and capsys.readouterr().out == text
@@ -471,7 +471,7 @@ def test_a_run_says_once_what_was_renamed(tmp_path, capsys):
     assert main(["config", "finetune", "--config", str(file), "ppo.gamma=0.9", "--num_episodes", "5"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         "read as: trainer.num_envs -> rollout.n_envs",
-        "always the case here: trainer.use_wandb=false",
+        "no effect, because Sparring always behaves this way: trainer.use_wandb=false",
         "for other phases, not used in this one: student.ppo.gamma",
     ]
 

@@ -358,7 +358,7 @@ def test_imitation_pulls_towards_what_was_shown(model):
 def test_wrong_class_paths():
     assert sentence(model_class=None).startswith("policy.model_class is not set")
     assert sentence(model_class="Samples") == (
-        "policy.model_class 'Samples' is no import path; expected package.module:Class"
+        "policy.model_class 'Samples' is not an import path; expected package.module:Class"
     )
     assert sentence(model_class="doubles_vl:Samples") == (
         "policy.model_class 'doubles_vl:Samples': no module 'doubles_vl'; is it in this folder or on PYTHONPATH? "
@@ -372,7 +372,7 @@ def test_wrong_class_paths():
 
 
 def test_classes_without_the_interface():
-    assert "is no torch.nn.Module; expected class NotAModule(nn.Module)" in sentence("NotAModule")
+    assert "is not a torch.nn.Module; expected class NotAModule(nn.Module)" in sentence("NotAModule")
     told = sentence("Valueless")
     assert "add get_value(observations) -> [B, 1], evaluate_actions(observations, actions) -> (log_prob [B]" in told
     assert "forward(" not in told

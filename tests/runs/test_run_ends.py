@@ -217,7 +217,7 @@ def test_what_starts_from_the_beginning_says_so(tmp_path, numbered_logs):
     assert not (tmp_path / "episode_metrics.jsonl").exists()
     assert again.run()
     Run(config_in(tmp_path))
-    said = f"'{tmp_path}' holds an earlier try that left no checkpoint: starts from the beginning"
+    said = f"'{tmp_path}' holds an earlier attempt without a checkpoint: starts from the beginning"
     logs = [(tmp_path / f"logs/rl_training_start_{number}.log").read_text() for number in range(3)]
     assert [log.count(said) for log in logs] == [0, 1, 0]
 
