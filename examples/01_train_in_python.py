@@ -18,7 +18,7 @@ def main(total_timesteps: int, output: str) -> None:
     trainer.train(total_timesteps=total_timesteps)
     print(trainer.evaluate(episodes=50).table())
 
-    # a trained policy comes back by its folder, and acts on what the env shows
+    # load the trained policy from its run folder, and compute the actions for one observation
     trained = load_policy(output)
     td = trained.act(env.reset(seed=1, split="eval"))
     print("first actions:", td["action"][:2, 0].tolist())

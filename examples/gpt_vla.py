@@ -1,10 +1,10 @@
-"""A vision-language-action model of one's own, small enough to read: pictures, bytes and joints through a tiny GPT.
+"""Example of your own vision-language-action model: a tiny GPT over image patches, joints and instruction bytes.
 
     python examples/gpt_vla.py outputs/gpt_vla
     sparring train finetune --config configs/vla_example.json
 
-The first command writes a checkpoint in Hugging Face's layout (config.json, model.safetensors) with random weights, in
-place of one that somebody pretrained; the second fine-tunes it. docs/vla.md says what each method is for.
+The first command writes a checkpoint in Hugging Face's layout (config.json, model.safetensors) with random weights,
+which stands for a pretrained one; the second fine-tunes it. docs/vla.md explains what each method is for.
 
 Letters: B decisions, L tokens, W width.
 """
@@ -25,7 +25,8 @@ LONGEST = 128
 
 
 class GPTVLAModel(nn.Module):
-    """Picture, joints and the instruction's bytes are tokens; the last one, which has seen all, acts and judges."""
+    """Image patches, joints and instruction bytes are tokens. A last token attends to all of them, and its output feeds
+    the action head and the value head."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class GPTVLAModel(nn.Module):
         self.gpt = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.action_head = nn.Linear(width, action_dim)
-        # a fresh head acts near zero everywhere
+        # small initial weights: the mean action is near zero for every observation
         nn.init.normal_(self.action_head.weight, std=0.01)
         self.log_std = nn.Parameter(torch.full((action_dim,), init_std).log())
         self.value_head = nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -55,7 +56,7 @@ class GPTVLAModel(nn.Module):
             self.vision.requires_grad_(False)
 
     def forward(self, observations) -> torch.Tensor:
-        """[B, action_dim]: the mean."""
+        """The mean action [B, action_dim]."""
         return self.action_head(self._think(observations)).float()
 
     def sample(self, observations, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +66,7 @@ class GPTVLAModel(nn.Module):
         return actions, distribution.log_prob(actions).sum(-1)
 
     def get_value(self, observations) -> torch.Tensor:
-        """[B, 1]; learning to judge does not change what is seen."""
+        """The value [B, 1]. Its gradient does not reach the layers that actions depend on."""
         return self.value_head(self._think(observations).detach()).float()
 
     def evaluate_actions(self, observations, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,17 +79,17 @@ class GPTVLAModel(nn.Module):
 
     def _think(self, observations) -> torch.Tensor:
         # [B, L, W] -> [B, W]
-        picture = self.vision(observations["rgb"]).flatten(2).mT
+        patches = self.vision(observations["rgb"]).flatten(2).mT
         joints = self.proprio(observations["proprio"])[:, None]
         words = self.bytes(observations["language"]) * observations["language_mask"][..., None]
-        last = self.act_token.expand(len(picture), 1, -1)
-        tokens = torch.cat([picture, joints, words, last], 1)
+        last = self.act_token.expand(len(patches), 1, -1)
+        tokens = torch.cat([patches, joints, words, last], 1)
         tokens = tokens + self.places[: tokens.shape[1]]
         return self.norm(self.gpt(tokens)[:, -1])
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each beside what it reads."""
+    """Causal attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -100,8 +101,8 @@ class Block(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # [B, L, 3W] -> three [B, heads, L, W / heads]
         q, k, v = self.qkv(self.before_attention(tokens)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        tokens = tokens + self.out(seen.transpose(1, 2).flatten(2))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        tokens = tokens + self.out(mixed.transpose(1, 2).flatten(2))
         return tokens + self.mlp(self.before_mlp(tokens))
 
 
@@ -115,7 +116,7 @@ def _convolutions(channels: tuple[int, ...], width: int) -> nn.Sequential:
 
 
 def write_checkpoint(folder: Path, seed: int = 0, **settings) -> None:
-    """config.json says how the model was made, model.safetensors holds its weights."""
+    """Write config.json (the constructor arguments) and model.safetensors (the weights)."""
     torch.manual_seed(seed)
     model = GPTVLAModel(**settings)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The one data contract: what crosses a boundary is a TensorDict with these keys.
+"""The data contract: components exchange TensorDicts with these keys.
 
 Batch `[N]` for a decision, `[T, N]` for a rollout, `[B]` for a minibatch. Scalars have no trailing 1. Each key has one
-writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A action dims, S state dims.
+writer. Letters: N robots, T decisions, B minibatch, C steps of an action chunk, A action dims, S state dims.
 
     observation/image/<camera>   uint8 [3, H, W]      Env
     observation/state            float32 [S]          Env
@@ -28,7 +28,7 @@ writer. Letters: N envs, T decisions, B minibatch, C steps of an action chunk, A
     next/terminated, next/truncated, next/success  bool  Env
     next/value                   float32              Collector; V of the true next observation
     advantage, return            float32              PPO (GAE or V-trace), GRPO (advantage only)
-    age                          int64                OffPolicy, for a stale rollout: versions behind the current one;
+    age                          int64                OffPolicy, for a stale rollout: its staleness in versions;
                                                       proximal_log_prob, proximal_value: under the current weights
     valid                        bool                 Collector, by episodes: false after a robot's last episode, not
                                                       learned from; absent: all are valid

@@ -1,4 +1,4 @@
-"""Errors that the user can fix: shown as a sentence, never as a traceback."""
+"""Errors that the user can fix: shown as a one-line error, never as a traceback."""
 
 import logging
 from typing import Any
@@ -52,12 +52,12 @@ class PeerGone(UserError):
 
 
 def visible(text: object, kept: str = "\n\t") -> str:
-    """For a terminal: characters that would control it, as Python escapes them. Files of others hold any."""
+    """Escape characters that control a terminal, as Python's repr does: other users' files may contain any."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(text))
 
 
 class VisibleFormatter(logging.Formatter):
-    """Of log lines."""
+    """Formatter of log lines that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

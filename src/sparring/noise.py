@@ -1,7 +1,7 @@
-"""Noise keyed by (seed, env, decision).
+"""Noise keyed by (seed, robot, decision).
 
 A policy transforms these uniform numbers into a sample of its distribution. So a result does not depend on timing, on
-how envs are batched, or on the order of drawing.
+how robots are batched, or on the order of drawing.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ _BITS = 23  # the middle of each of 2^23 cells of (0, 1) is exact in float32, an
 
 
 def keyed_uniform(seed: int, envs: np.ndarray, decisions: np.ndarray, size: int) -> np.ndarray:
-    """`[T, N, size]` float32 in (0, 1) for T decisions of N envs."""
+    """`[T, N, size]` float32 in (0, 1) for T decisions of N robots."""
     with np.errstate(over="ignore"):  # a hash relies on wrap-around
         # [1, 1, 1], then [1, N, 1], [T, N, 1], [T, N, size]
         key = _mix(np.full((1, 1, 1), seed, np.uint64) + _GOLDEN)

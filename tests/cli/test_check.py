@@ -248,7 +248,7 @@ def test_native_vla_without_model_path_is_reported_as_untrained(capsys):
     assert main(["check", "native_vla", "env.cameras=[head]", "rollout.n_envs=2", "rollout.steps=4"]) == 0
     lines = lines_of(capsys)
     assert lines["policy"][1].startswith("native_vla: ") and lines["policy"][1].endswith(
-        " parameters, fresh weights (no policy.model_path)"
+        " parameters, random weights (no policy.model_path)"
     )
 
 

@@ -100,8 +100,8 @@ def test_help_has_examples_and_exit_codes(capsys):
     assert code == 0
     assert "  sparring train finetune --dry-run " in out
     assert (
-        "exit codes: 0 done; 1 failed; 2 invalid input, explained in one sentence; "
-        "130 interrupted: the first Ctrl-C\nsaves a checkpoint after the current update, the second exits at once"
+        "exit codes: 0 success; 1 failure; 2 invalid input, explained in a one-line error; 130 interrupted; others:\n"
+        "docs/commands.md. The first Ctrl-C saves a checkpoint after the current update, the second exits at once"
         in out
     )
     for command in COMMANDS:
@@ -274,7 +274,7 @@ def test_dry_run_shows_shapes_memory_speed_and_parity_and_writes_nothing(capsys,
     assert re.sub(" +", " ", shapes["observation/state"]) == "[8, 2, 36] float32"
     assert re.sub(" +", " ", shapes["action"]) == "[8, 2, 1, 7] float32"
     assert re.sub(" +", " ", shapes["next/reward"]) == "[8, 2, 1] float32"
-    assert any(re.match(r"memory: 13,583 parameters, [\d.]+ MiB of rollout, \d+ MiB at most$", line) for line in lines)
+    assert any(re.match(r"memory: 13,583 parameters, [\d.]+ MiB of rollout, \d+ MiB peak$", line) for line in lines)
     assert any(
         re.match(r"speed: [\d,]+ env steps/s collecting, [\d.]+ s for the update of 16 steps", line) for line in lines
     )
@@ -413,7 +413,7 @@ REFUSED = {
     "--output new --resume run/checkpoint-9": (
         "'run/checkpoint-9' does not exist; give a run folder or a checkpoint folder"
     ),
-    "--output new --resume .": ("'.' is no run folder but contains some; give run"),
+    "--output new --resume .": ("'.' is not a run folder but contains some; give run"),
     "--output new --resume run/checkpoint-1 ppo.gamma=0.5": "'run/checkpoint-1' holds a run with another config:",
     "--output run/config.yaml": "output = 'run/config.yaml': is a file; give a folder",
     "--output run/config.yaml/below": "output = 'run/config.yaml/below': cannot write there (Not a directory)",

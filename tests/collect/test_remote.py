@@ -121,7 +121,7 @@ def test_async_groups_with_staleness_0_are_bit_identical_to_sync(tmp_path):
 def test_groups_change_neither_seeds_nor_noise(tmp_path):
     whole, grouped = (Run(config_in(tmp_path / str(groups), groups=groups)) for groups in (1, 2))
     for run in (whole, grouped):
-        run.phase.turn(0.0, learns=False)
+        run.phase.collect_and_learn(0.0, learns=False)
     one, other = (run.phase.buffer.rollout() for run in (whole, grouped))
     assert torch.equal(one["observation", "state"][0], other["observation", "state"][0])
     # other batch sizes may round differently

@@ -246,7 +246,7 @@ def test_file_for_all_phases_is_imported_for_each_phase(tmp_path):
     for setting in read_settings(file):
         assert setting.key in written or any(f"{s.key}" == setting.key for s in read_settings(ours))
     assert "#   model.config_file: f1.yaml  (line 2: describes F1's network; " in written
-    assert "model.lora.bias (from rl_config.yaml line 3) is now a comment: always the case here" in printed
+    assert "model.lora.bias (from rl_config.yaml line 3) is now a comment: Sparring always behaves this way" in printed
 
 
 @pytest.mark.parametrize("phase", ["student", "adversarial"])
@@ -271,7 +271,7 @@ def test_original_rewards_keep_their_meaning(tmp_path, text, expected, phase):
     _, more = schema.configure([*read_settings(file), *required(phase), Setting("phase", phase, "here")], inherit=False)
     for lines in (notes, more):
         (line,) = [line for line in lines if line.startswith(f"{phase} has the rewards of the originals: ")]
-        assert "rewards.name=original" in line and "unlike there, terms are normalised" in line
+        assert "rewards.name=original" in line and "unlike in the originals, terms are normalised" in line
         assert line in notes and f"# {line}.\n" in written
 
 
@@ -434,7 +434,7 @@ def test_import_writes_a_file_and_prints_renames(tmp_path, monkeypatch, capsys):
         "# From f.yaml, by `sparring config import`. For `sparring train finetune`.",
         "rollout:",
         "  n_envs: 4  # was trainer.num_envs",
-        "# Not settings here (with the line in f.yaml, and the reason):",
+        "# Not converted (with the line in f.yaml, and the reason):",
         "#   trainer.exp_name: mine  (line 1: the name of a run is that of its folder: set output)",
     ]
     assert main(["config", "import", "f.yaml"]) == 0 and capsys.readouterr().out == text
@@ -471,7 +471,7 @@ def test_renames_are_printed_once(tmp_path, capsys):
     assert main(["config", "finetune", "--config", str(file), "ppo.gamma=0.9", "--num_episodes", "5"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         "read as: trainer.num_envs -> rollout.n_envs",
-        "always the case here: trainer.use_wandb=false",
+        "no effect, because Sparring always behaves this way: trainer.use_wandb=false",
         "for other phases, not used in this one: student.ppo.gamma",
     ]
 

@@ -386,7 +386,7 @@ def test_error_of_a_key_names_the_classes_that_have_it():
     assert line == "env.kwargs.gravity (from command line): unknown key; it is a key of env.name=gym:<id>"
     (line,) = errors_of("policy.method=fpo")
     kinds = [f"policy.name={name}" for name in ("flow", "vla", "native_vla", "pi0")]
-    many = f"unknown key; it is a key of {' and '.join(kinds)}; add policy.name=flow, or another of them"
+    many = f"unknown key; it is a key of {' and '.join(kinds)}; add one of them, e.g. policy.name=flow"
     assert line == f"policy.method (from command line): {many}"
     # a key of no policy is a typing error
     assert errors_of("policy.metod=flow_sde")[0].startswith("policy.metod (from command line): unknown key; nearest: ")

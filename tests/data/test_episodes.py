@@ -626,7 +626,7 @@ def test_mistakes_are_explained(tmp_path):
         store.append(numbered_episode(3, 4).exclude(("next", "observation")))
     with pytest.raises(UserError, match="version is bfloat16"):
         store.append(numbered_episode(3, 4).set("version", torch.zeros(4, dtype=torch.bfloat16)))
-    with pytest.raises(UserError, match="of one env, got \\[4, 2\\]; append the episodes of each env separately"):
+    with pytest.raises(UserError, match="of one robot, got \\[4, 2\\]; append the episodes of each robot separately"):
         store.append(torch.stack([numbered_episode(3, 4)] * 2, 1))
     with pytest.raises(UserError, match="expected a TensorDict \\[T\\], got dict"):
         store.append({"action": torch.zeros(3)})

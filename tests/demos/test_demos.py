@@ -19,6 +19,7 @@ from sparring.cli.main import main
 from sparring.data.demonstrations import Demonstrations
 from sparring.demos import assemble, plan
 from sparring.demos import record as record_module
+from sparring.demos.expert_env import make_expert_env
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
 from sparring.envs.backend import EpisodeSeeds

@@ -298,7 +298,7 @@ def test_an_env_that_cannot_save_has_no_state():
 def test_state_of_another_number_of_envs_is_refused():
     small, large = backend(num_envs=1), backend(num_envs=2)
     small.reset(EpisodeSeeds(0))
-    with pytest.raises(ValueError, match="has 1 envs and no env 1;"):
+    with pytest.raises(ValueError, match="has 1 robots and no robot 1;"):
         large.set_state(small.state())
 
 

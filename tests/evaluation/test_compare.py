@@ -225,7 +225,7 @@ def test_comparison_writes_a_table_a_verdict_and_a_file(runs, capsys, monkeypatc
     monkeypatch.chdir(runs)
     assert main(["compare", "one", "two", "--episodes", "20", "--seed", "5", "--json", "out.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["20 held-out episodes, each played by both", "A  one", "B  two"]
+    assert lines[:3] == ["20 held-out episodes, each run with both policies", "A  one", "B  two"]
     written = json.loads((runs / "out.json").read_text())
     assert (written["episodes"], written["seed"], written["split"]) == (20, 5, "eval")
     assert [found["name"] for found in written["measured"]] == ["success, %", "reward"]
@@ -264,7 +264,7 @@ def test_eval_both_reports_greedy_and_sampled_actions(runs, monkeypatch, capsys)
     ("words", "expected"),
     [
         (["one", "easy"], "give both the same settings, e.g. env.success_return=12"),
-        (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; they cannot play the same"),
+        (["one", "pendulum"], "A was trained in 'gym:CartPole-v1', B in 'gym:Pendulum-v1'; the two cannot run"),
         (["one", "two", "--episodes", "5"], "give --episodes 6 or more"),
         (["one", "nowhere"], "'nowhere' does not exist"),
         (["one", "limit400"], "e.g. rollout.max_episode_steps=null:\n  rollout.max_episode_steps: A null, B 400"),

@@ -274,7 +274,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         ({"width": "a"}, "policy.width='a': expected a whole number above 0"),
         ({"head_dim": 15}, "policy.head_dim=15: expected an even number"),
         ({"depth": 3}, "unexpected keyword argument 'depth'"),
-        ([], "holds a list, expected names with values"),
+        ([], "holds a list, expected names mapped to values"),
     ],
 )
 def test_invalid_sizes_in_a_checkpoint_are_reported_with_its_folder(tmp_path, change, message):

@@ -176,7 +176,7 @@ def test_bad_checkpoints_are_refused(checkpoint, tmp_path):
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 32, "width": 32}}')
     assert_refused("its image processor makes images of 32x32, .* 16x16")
     for settings, message in (
-        ("[]", "preprocessor_config.json' holds a list, expected names with values"),
+        ("[]", "preprocessor_config.json' holds a list, expected names mapped to values"),
         ('{"image_processor": 3}', "image_processor is 3, expected names"),
         ('{"size": 16}', "its image processor has size=16; expected height and width"),
         ('{"resample": []}', "resample=.*; expected 2 or 3"),
@@ -194,7 +194,7 @@ def test_bad_checkpoints_are_refused(checkpoint, tmp_path):
     (folder / "config.json").write_text("{")
     assert_refused("cannot be read")
     (folder / "config.json").write_text("[]")
-    assert_refused("config.json' holds a list, expected names with values")
+    assert_refused("config.json' holds a list, expected names mapped to values")
 
 
 @pytest.mark.parametrize("make_policy", [make, native_of])

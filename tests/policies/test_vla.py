@@ -358,7 +358,7 @@ def test_imitation_learns_the_demonstrated_action(model):
 def test_wrong_class_paths():
     assert error_of(model_class=None).startswith("policy.model_class is not set")
     assert error_of(model_class="Samples") == (
-        "policy.model_class 'Samples' is no import path; expected package.module:Class"
+        "policy.model_class 'Samples' is not an import path; expected package.module:Class"
     )
     assert error_of(model_class="doubles_vl:Samples") == (
         "policy.model_class 'doubles_vl:Samples': no module 'doubles_vl'; is it in this folder or on PYTHONPATH? "
@@ -372,7 +372,7 @@ def test_wrong_class_paths():
 
 
 def test_classes_without_the_interface():
-    assert "is no torch.nn.Module; expected class NotAModule(nn.Module)" in error_of("NotAModule")
+    assert "is not a torch.nn.Module; expected class NotAModule(nn.Module)" in error_of("NotAModule")
     text = error_of("Valueless")
     assert "add get_value(observations) -> [B, 1], evaluate_actions(observations, actions) -> (log_prob [B]" in text
     assert "forward(" not in text

@@ -238,7 +238,7 @@ def test_a_part_on_another_device(source):
     assert torch.equal(on_cpu.vision(x), source.vision(x))
     error = error_of(None, device_map={"vision": "cpu"})
     assert error.startswith("policy.device_map: 'vision' learns") and "policy.frozen=[vision]" in error
-    assert "'gpu' is no device; expected cpu, cuda or cuda:<index>" in error_of(None, device_map="gpu")
+    assert "'gpu' is not a device; expected cpu, cuda or cuda:<index>" in error_of(None, device_map="gpu")
     assert "'cuda:9', but torch finds 0 GPUs" in error_of(None, device_map="cuda:9")
 
 
@@ -345,7 +345,7 @@ def test_files_that_are_not_weights_are_refused(source, tmp_path):
     assert error_of(tmp_path / "gone.pth") == (
         f"policy.model_path '{tmp_path}/gone.pth' does not exist; '{tmp_path}' contains: here.txt"
     )
-    assert "'.txt' is no format of weights; expected .safetensors" in error_of(tmp_path / "here.txt")
+    assert "'.txt' is not a format of weights; expected .safetensors" in error_of(tmp_path / "here.txt")
     assert "the folder has no weights; expected model.safetensors, " in error_of(tmp_path)
     for name in ("x.safetensors", "x.pth"):
         (tmp_path / name).write_bytes(b"nothing of the kind")
@@ -354,7 +354,7 @@ def test_files_that_are_not_weights_are_refused(source, tmp_path):
     (tmp_path / "cut.pth").write_bytes((tmp_path / "cut.pth").read_bytes()[:2000])
     assert "download it again" in error_of(tmp_path / "cut.pth")
     torch.save({"step": 3, "epoch": 4}, tmp_path / "none.pth")
-    assert "holds step, epoch; expected names with tensors, " in error_of(tmp_path / "none.pth")
+    assert "holds step, epoch; expected names mapped to tensors, " in error_of(tmp_path / "none.pth")
 
 
 def test_invalid_indices_are_refused(source, tmp_path):
@@ -366,7 +366,7 @@ def test_invalid_indices_are_refused(source, tmp_path):
     index.write_text(json.dumps({"weight_map": {"nobody": "a.safetensors"}}))
     assert "the shards do not hold nobody" in error_of(index)
     index.write_text("[]")
-    assert "is no index of weights; expected JSON with a 'weight_map'" in error_of(index)
+    assert "is not an index of weights; expected JSON with a 'weight_map'" in error_of(index)
 
 
 def test_constructors(tmp_path):

@@ -172,7 +172,7 @@ def test_folder_without_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUTPUT_BASE", raising=False)
     assert main(["runs"]) == 2
-    assert "'outputs' is no folder; give the folder that contains your runs" in capsys.readouterr().err
+    assert "'outputs' is not a folder; give the folder that contains your runs" in capsys.readouterr().err
     monkeypatch.setenv("OUTPUT_BASE", ".")
     assert main(["runs"]) == 0
     assert capsys.readouterr().out == "no runs in .\n"
@@ -292,11 +292,11 @@ def test_prune_refuses_runs_in_use_and_other_folders(folder, tmp_path, monkeypat
         assert "a process is training there" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     assert main(["prune", str(run)]) == 2
-    assert "without a terminal; give --yes" in capsys.readouterr().err
+    assert "confirmation needs a terminal; give --yes" in capsys.readouterr().err
     assert main(["prune", str(run / "checkpoint-1"), "--yes"]) == 2
     assert "holds no checkpoint-<n> folder" in capsys.readouterr().err
     assert main(["prune", str(tmp_path / "nowhere"), "--yes"]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert len(names(run)) == len(names(other)) == 2
 
 
@@ -392,7 +392,9 @@ def test_error_for_a_folder_of_runs_names_them(folder, tmp_path, monkeypatch, ca
     for name in ("b", "a", "all/teacher_rl"):
         folder(f"outputs/{name}", status("finished"), checkpoints=[1])
     assert main([word.format("outputs") for word in command]) == 2
-    text = "sparring: 'outputs' is no run folder but contains some; give outputs/a, outputs/b, outputs/all/teacher_rl\n"
+    text = (
+        "sparring: 'outputs' is not a run folder but contains some; give outputs/a, outputs/b, outputs/all/teacher_rl\n"
+    )
     assert capsys.readouterr().err == text
     for name in range(4):
         folder(f"outputs/c{name}")

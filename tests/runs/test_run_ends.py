@@ -217,7 +217,7 @@ def test_restart_without_checkpoint_is_logged(tmp_path, numbered_logs):
     assert not (tmp_path / "episode_metrics.jsonl").exists()
     assert again.run()
     Run(config_in(tmp_path))
-    message = f"'{tmp_path}' holds an earlier try that left no checkpoint: starts from the beginning"
+    message = f"'{tmp_path}' holds an earlier attempt without a checkpoint: starts from the beginning"
     logs = [(tmp_path / f"logs/rl_training_start_{number}.log").read_text() for number in range(3)]
     assert [log.count(message) for log in logs] == [0, 1, 0]
 

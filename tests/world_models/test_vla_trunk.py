@@ -158,7 +158,7 @@ def test_folders_without_a_valid_vla_are_refused(native, pi0, tmp_path):
     with pytest.raises(UserError, match="world_model.trunk=.* cannot be loaded as pi0: .*no file named"):
         make(tmp_path / "pi0")
     (tmp_path / "pi0/config.json").write_text("[]")
-    with pytest.raises(UserError, match="config.json' holds a list, expected names with values"):
+    with pytest.raises(UserError, match="config.json' holds a list, expected names mapped to values"):
         make(tmp_path / "pi0")
     (tmp_path / "pi0/config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match="world_model.trunk=.* holds a model of type 'gpt2', expected 'pi0'"):

@@ -29,8 +29,7 @@ def gae(rollout: TensorDict, gamma: float, gae_lambda: float) -> tuple[Tensor, T
     delta_k = sum_{i<n_k} gamma^i r_i + gamma^{n_k} V_next - V_k    (V_next = 0 when terminated, not when truncated)
     A_k     = delta_k + gamma^{n_k} lambda (1 - done_k) A_{k+1}
     Returns (advantage, return), both [T, N]. Decisions that are not `valid` have advantage 0 and do not propagate
-    later rewards.
-    """
+    later rewards."""
     delta, discount, same_episode = _deltas(rollout, gamma)
     advantage = _backwards(delta, discount * gae_lambda * same_episode)
     return advantage, advantage + rollout["value"]
@@ -46,8 +45,7 @@ def vtrace(
     vs_k - V_k = rho_k delta_k + gamma^{n_k} c_k (1 - done_k) (vs_{k+1} - V_{k+1})
     A_k        = delta_k + gamma^{n_k} lambda (1 - done_k) (vs_{k+1} - V_{k+1})
     Returns (A, vs). A is not multiplied by rho; the loss does that. With lambda = 1, A is the
-    `r + gamma vs_{k+1} - V_k` of the paper. With weights of 1, the result equals that of `gae`.
-    """
+    `r + gamma vs_{k+1} - V_k` of the paper. With weights of 1, the result equals that of `gae`."""
     delta, discount, same_episode = _deltas(rollout, gamma)
     carry = discount * gae_lambda * same_episode
     off = _backwards(weight.clamp_max(rho_bar) * delta, weight.clamp_max(c_bar) * carry)
@@ -61,8 +59,7 @@ def missing_level(rollout: TensorDict, gamma: float, sum_over_processes=lambda t
     """The constant to add to all values so that the deltas of `gae` have mean 0.
 
     mean(delta) / mean(1 - gamma^{n_k} (1 - terminated_k)). For a critic that is 0 everywhere, this is the constant that
-    fits best. Returns 0 if almost nothing terminates or is discounted: the result would depend on a few episodes.
-    """
+    fits best. Returns 0 if almost nothing terminates or is discounted: the result would depend on a few episodes."""
     delta, discount, _ = _deltas(rollout, gamma)
     # the part of an added constant that the bootstrapped next value does not cancel
     kept = 1 - discount * (~rollout["next", "terminated"]).float()
@@ -109,7 +106,7 @@ class OffPolicy:
 
     config: AlgorithmConfig
     scorer: Scorer
-    # whether stale data will be collected: metrics then include staleness even if all data is fresh
+    # whether stale data will be collected: metrics then include staleness even if all data is on-policy
     expected: bool = False
 
     def check_correctable(self) -> None:
@@ -121,15 +118,14 @@ class OffPolicy:
             f"{section}.correction={self.config.correction}: {type(policy).__name__} scores only some of its "
             "denoising steps (policy.method=flow_sde_one_step, or fewer policy.denoising_steps than there are) or none "
             "(fpo), and such scores give no ratio of two policies, so stale decisions cannot be corrected. Set "
-            f"policy.method=flow_sde or flow_noise, learn from fresh data only, or set {section}.correction=none. "
-            "In your own training loop, set collector.version=algorithm.version, or fresh data counts as stale"
+            f"policy.method=flow_sde or flow_noise, learn on-policy, or set {section}.correction=none. "
+            "In your own training loop, set collector.version=algorithm.version, or on-policy data counts as stale"
         )
 
     def annotate(self, rollout: TensorDict, version: int) -> list[str]:
         """Add `age` (how many versions the behaviour weights are behind `version`) and the keys for the correction.
 
-        Returns the added keys; none if the whole rollout [T, N] is fresh in every process.
-        """
+        Returns the added keys; none if the whole rollout [T, N] is on-policy in every process."""
         stamped = rollout.get("version", None)
         age = torch.zeros_like(rollout["next", "executed"]) if stamped is None else (version - stamped).clamp_min(0)
         # the same branch in every process: all must return the same metrics
@@ -145,7 +141,7 @@ class OffPolicy:
             return ["age"]
         decisions, policy = Decisions(rollout.flatten(0, 1)), self.scorer.policy
         old = decisions.where(decisions["age"] > 0)
-        # fresh decisions keep their stored log-prob and value
+        # on-policy decisions keep their stored log-prob and value
         log_prob, value = decisions.flat["log_prob"].clone(), decisions.flat["value"].clone()
         for index, scored in self.scorer.parts(policy, old, "scoring stale decisions"):
             log_prob[index], value[index] = scored["log_prob"].to(log_prob.dtype), scored["value"].to(value.dtype)
@@ -156,8 +152,7 @@ class OffPolicy:
     def for_vtrace(self, rollout: TensorDict) -> tuple[TensorDict, Tensor]:
         """An annotated rollout with the values of the current critic, and its weights w [T, N].
 
-        `next/value` is the value of the next row. At the end of an episode or of the rollout the stored one stays.
-        """
+        `next/value` is the value of the next row. At the end of an episode or of the rollout the stored one stays."""
         flat, following, value = rollout.flatten(0, 1), rollout["next"], rollout["proximal_value"]
         weight = _weight(self.config, flat["log_prob"], flat["proximal_log_prob"]).view(rollout.batch_size)
         goes_on = ~(following["terminated"] | following["truncated"])[:-1]
@@ -169,11 +164,10 @@ class OffPolicy:
         """Staleness and importance weights over all processes; empty for on-policy training.
 
         `weights`: those of the minibatches. `ess`: the effective sample size of the capped weights as a share of the
-        decisions, `(sum w)^2 / (N sum w^2)`. The other metrics describe the weights before the cap.
-        """
+        decisions, `(sum w)^2 / (N sum w^2)`. The other metrics describe the weights before the cap."""
         config, distributed = self.config, self.scorer.distributed
         if decisions.flat.get("age", None) is None:
-            # an update on fresh data, in a run that also has stale updates
+            # an on-policy update, in a run that also has stale ones
             ages = {"staleness_mean": 0.0, "staleness_max": 0.0, "parity_skipped": 0.0}
             ones = {"ess": 1.0, "weight_mean": 1.0, "weight_max": 1.0, "weight_masked": 0.0}
             return (ages if config.correction == "none" else ages | ones) if self.expected else {}
@@ -195,10 +189,9 @@ class OffPolicy:
 def ratio_and_weight(
     config: AlgorithmConfig, batch: TensorDict, scored: TensorDict
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`log r` of a minibatch, w before the cap, and w as used in the loss; w is None for fresh or uncorrected data.
+    """`log r` of a minibatch, w before the cap, and w as used in the loss; w is None for on-policy or uncorrected data.
 
-    All are [B], or [B, S] where denoising steps are scored one by one.
-    """
+    All are [B], or [B, S] where denoising steps are scored one by one."""
     acted, present = batch["log_prob"], scored["log_prob"]
     if config.correction == "none" or batch.get("age", None) is None:
         # subtracted in the precision of the scores (maybe float64), since the difference is small

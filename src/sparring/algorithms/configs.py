@@ -29,7 +29,7 @@ class AlgorithmConfig(Section):
         1e-4, gt=0, description="largest allowed difference between acting and scoring, in sigmas (the parity gate)"
     )
     correction: Literal["none", "truncated", "decoupled"] = Field(
-        "decoupled", description="off-policy correction for stale decisions; fresh data needs none"
+        "decoupled", description="off-policy correction for stale decisions; on-policy data needs none"
     )
     weight_cap: float = Field(
         2.0,
@@ -45,10 +45,10 @@ class PPOConfig(AlgorithmConfig):
     """Clipped PPO."""
 
     correction: Literal["none", "truncated", "decoupled", "vtrace"] = Field(  # type: ignore[assignment]
-        "vtrace", description="off-policy correction for stale decisions; fresh data needs none"
+        "vtrace", description="off-policy correction for stale decisions; on-policy data needs none"
     )
     rho_bar: float = Field(1.0, ge=1, description="vtrace: cap of the importance weight of a decision (rho)")
-    c_bar: float = Field(1.0, gt=0, description="vtrace: cap of the weight that carries later errors back (c)")
+    c_bar: float = Field(1.0, gt=0, description="vtrace: cap of the trace coefficients (c), which carry TD errors back")
     clip_ratio: float = Field(0.2, gt=0, lt=1, description="the probability ratio is clipped to 1 +- this")
     clip_schedule: Literal["constant", "linear"] = Field("constant", description="linear: clip_ratio falls to 0")
     dual_clip: float | None = Field(
@@ -61,7 +61,7 @@ class PPOConfig(AlgorithmConfig):
     gae_lambda: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     value_loss_coef: float = Field(0.5, ge=0, description="weight of the critic's loss")
-    value_clip: float | None = Field(None, gt=0, description="clips the critic's change per update; null: off")
+    value_clip: float | None = Field(None, gt=0, description="limit of the value's change in an update; null: off")
     normalize_value: bool = Field(
         False, description="the critic starts at the mean return and learns normalised returns (PopArt)"
     )

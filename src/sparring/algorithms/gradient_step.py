@@ -14,7 +14,7 @@ from sparring.errors import Diverged
 from sparring.policies.weights import load_optimizer
 from sparring.processes.distributed import Distributed
 
-# what comes from the env's observations and rewards, and from which absolute value on that is worth a remark
+# keys computed from the env's observations and rewards; the absolute value above which the error mentions them
 _OF_ENV, _LARGE = ("observation", "next", "advantage", "return"), 1e6
 
 
@@ -103,11 +103,11 @@ class GradientStep:
             # Adam skips parameters without a gradient: values and moments stay
             group.vector.grad = None
         batch, loss = self._learned_from
-        del self._learned_from  # of images it is large: none is kept while robots act
+        del self._learned_from  # a batch of images is large, so it is freed before robots act
         at_once = loss.device.type == "cpu"
         looks = at_once and self.distributed.world_size == 1
         if not looks:
-            # adds 0, or NaN for a non-finite loss: the averaged gradient then tells every process, without another
+            # adds 0, or NaN for a non-finite loss: every process detects it in the averaged gradient, without another
             # all-reduce
             learning[0].gradient[:1].add_(loss * 0)
         for group in learning:

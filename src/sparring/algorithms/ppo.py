@@ -158,7 +158,7 @@ class PPO(Algorithm):
             why = f"{name}.critic_parameters() is empty; override it to return the critic's parameters"
             raise UserError(f"ppo.critic_warmup_updates={config.critic_warmup_updates}: {why}")
         # used by normalize_value: the critic, and the constant added to its values. The constant is not saved: after a
-        # resume, the stored rollout is collected again
+        # resume, the rollout that it applies to is collected again
         self.critic, self.level = getattr(policy, "critic", None) if config.normalize_value else None, 0.0
         if config.normalize_value and not isinstance(self.critic, Critic):
             own = "needs a policy whose `critic` is a sparring.policies.critic.Critic"
@@ -187,7 +187,7 @@ class PPO(Algorithm):
         self.scorer.freeze_reference()
         if self.critic is not None:
             self._shift_values(rollout, self.critic)
-        # adds age, and log-probs and values under the current weights
+        # adds `age` (the staleness in versions), and log-probs and values under the current weights
         stale = self.off_policy.annotate(rollout, self.version)
         rollout = self._with_advantages(rollout)
         # [T, N] -> [T*N]

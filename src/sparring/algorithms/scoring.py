@@ -122,7 +122,7 @@ class Decisions:
         """The subset selected by a mask or by indices."""
         return Decisions(self.flat, self.rows[chosen])
 
-    def fresh(self) -> "Decisions":
+    def on_policy(self) -> "Decisions":
         """The decisions taken with the current weights."""
         return self if self.flat.get("age", None) is None else self.where(self["age"] == 0)
 
@@ -253,17 +253,17 @@ class ParityGate:
         """Start an update. `whole`: check all decisions, not only the first minibatch."""
         self.parity, self.measured = None, []
         if whole or not self.checked_rollout:
-            fresh = decisions.fresh()
-            self.checked_rollout = bool(self.scorer.distributed.max(len(fresh)))
-            self.parity = self.check(self.scorer.parity(fresh))
+            current = decisions.on_policy()
+            self.checked_rollout = bool(self.scorer.distributed.max(len(current)))
+            self.parity = self.check(self.scorer.parity(current))
 
     def compare(self, batch: TensorDict, scored: TensorDict) -> None:
-        """Measure the first minibatch; only its fresh decisions were taken with the weights that scored them."""
+        """Measure the first minibatch; only its on-policy decisions were taken with the weights that score them."""
         if self.parity is not None:
             return
         if batch.get("age", None) is not None:
-            fresh = batch["age"] == 0
-            batch, scored = batch[fresh], scored[fresh]
+            current = batch["age"] == 0
+            batch, scored = batch[current], scored[current]
         if len(batch):
             self.measured.append(measure_parity(batch, scored, self.scorer.policy.averages_log_prob))
 

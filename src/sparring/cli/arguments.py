@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 OPTIONS: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
 TRUST: dict[str, Any] = {"action": "store_true"}
-TRUST["help"] = "import code that the config of another user's run or dataset names, and sign it (docs/security.md)"
+TRUST["help"] = "import the code that another user's run or dataset names, and sign that folder (docs/security.md)"
 EPILOG = """\
 examples:
   sparring train finetune                                    PPO on reach_d0 of the built-in arm, about a minute
@@ -38,14 +38,14 @@ examples:
   sparring tasks                                             the tasks of the built-in arm
   sparring train finetune --dry-run rollout                  only the rollout
   sparring train imitate imitate.demos=outputs/demos/lift_d0 behaviour cloning from demonstrations
-  sparring train finetune pretrained=outputs/imitate_rl      RL from the imitated policy
+  sparring train finetune pretrained=outputs/imitate_rl      RL from a policy trained by imitation
   sparring demos lift_d0 --episodes 100 --noise 0.1          record a scripted expert as a LeRobot dataset
   sparring demos show outputs/demos/lift_d0                  describe a dataset and draw a contact sheet
 
 overrides: ppo.clip_ratio=0.1 and --ppo.clip_ratio 0.1 are the same. The section may be omitted if the name is
 unique: --num_episodes 500. `sparring config PHASE` lists the keys.
-exit codes: 0 done; 1 failed; 2 invalid input, explained in one sentence; 130 interrupted: the first Ctrl-C
-saves a checkpoint after the current update, the second exits at once.
+exit codes: 0 success; 1 failure; 2 invalid input, explained in a one-line error; 130 interrupted; others:
+docs/commands.md. The first Ctrl-C saves a checkpoint after the current update, the second exits at once.
 """
 
 

@@ -167,7 +167,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _distrust_the_working_directory() -> None:
-    """Only your.module:Class is looked up there, nothing else: the folder may be another user's run."""
+    """Import only your.module:Class from it, nothing else: it may be a run folder of another user."""
     with suppress(FileNotFoundError):
         IMPORTED_FROM[:] = [os.getcwd()]
     # numba would read these from .numba_config.yaml there, and load code from that cache
@@ -176,7 +176,7 @@ def _distrust_the_working_directory() -> None:
 
 
 def _dry_run_in_one_word(argv: list[str]) -> list[str]:
-    """`--dry-run rollout` -> `--dry-run=rollout`: argparse would take any following word as its value."""
+    """`--dry-run rollout` -> `--dry-run=rollout`: argparse would read any following word as its value."""
     words: list[str] = []
     for word in argv:
         if words[-1:] == ["--dry-run=training"] and word in train.DRY_RUNS:

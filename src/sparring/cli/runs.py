@@ -31,13 +31,13 @@ def add(commands) -> None:
     watch.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=folders)
     port = "port; if it is taken, the next free one (default: %(default)s)"
     watch.add_argument("--port", type=_port, default=PORT, metavar="N", help=port)
-    watch.add_argument("--no-browser", action="store_true", help="print the address, open no browser")
+    watch.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
     watch.set_defaults(command=_watch)
     runs = commands.add_parser("runs", help="list run folders with their state and progress", **OPTIONS)
     where = "run folders, or folders that contain some (default: outputs, or OUTPUT_BASE)"
     runs.add_argument("folders", nargs="*", metavar="DIR", type=Path, help=where)
     runs.add_argument("--json", action="store_true", help="print JSON")
-    verify = "check the checksums of all checkpoints and of config.yaml; exit code 1 if something is damaged"
+    verify = "check the checksums of all checkpoints and of config.yaml; exit code 1 if any is damaged or changed"
     runs.add_argument("--verify", action="store_true", help=verify)
     runs.set_defaults(command=_runs)
     prune = commands.add_parser("prune", help="delete checkpoints except the best and the last", **OPTIONS)
@@ -191,7 +191,7 @@ def _duration(seconds: float) -> str:
 def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from sparring.runs.prune import Pruning
 
-    # plan all of them before anything is deleted; each run once
+    # plan all deletions before the first one; each run once
     prunings = [Pruning.plan(run, arguments.keep_best, arguments.keep_last) for run in dict.fromkeys(arguments.runs)]
     for pruning in prunings:
         kept = ", ".join(f"{path.name} ({why})" for path, why in pruning.kept.items())
@@ -207,7 +207,7 @@ def _prune(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(f"{', '.join(doubtful)}: without evaluations the best checkpoints are unknown; {advice}")
     if not arguments.yes:
         if not sys.stdin.isatty():
-            raise UserError("cannot ask for confirmation without a terminal; give --yes to delete, or --dry-run")
+            raise UserError("confirmation needs a terminal; give --yes to delete, or --dry-run")
         if input(f"delete {total} checkpoints permanently? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
             return 0

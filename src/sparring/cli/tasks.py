@@ -19,7 +19,7 @@ def add(commands) -> None:
     offered: dict[str, Any] = {"name": lambda: [*ENVS, *POLICIES, *(f"sparring/{task}" for task in _task_names())]}
     check.set_defaults(command=_check, takes_overrides=True, offered=offered)
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **OPTIONS)
-    tasks.add_argument("--sheet", metavar="PNG", help="draw all of them into this image instead")
+    tasks.add_argument("--sheet", metavar="PNG", help="draw all tasks to this image file instead of listing them")
     tasks.set_defaults(command=_tasks)
     demos = commands.add_parser("demos", help="record scripted experts as a dataset, or inspect one", **OPTIONS)
     what = "task(s) to record, or a dataset to inspect"
@@ -28,7 +28,7 @@ def add(commands) -> None:
     noise = "standard deviation of the noise added to actions (default: 0)"
     demos.add_argument("--noise", type=_number, default=0.0, metavar="X", help=noise)
     demos.add_argument("--output", metavar="DIR", help="folder of the dataset (default: outputs/demos/<task>)")
-    demos.add_argument("--cameras", nargs="+", metavar="NAME", help="cameras to record (default: all of the robot)")
+    demos.add_argument("--cameras", nargs="+", metavar="NAME", help="cameras to record (default: all)")
     size = "width and height of images in pixels (env.image_size)"
     demos.add_argument("--image-size", type=positive, metavar="N", help=size)
     demos.add_argument("--control-mode", metavar="MODE", help="meaning of an action (env.control_mode)")

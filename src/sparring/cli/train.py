@@ -1,4 +1,4 @@
-"""`sparring train`, `eval` and `compare`: train a policy, evaluate it, compare two."""
+"""`sparring train`, `eval` and `compare`: train, evaluate, and test which of two runs is better."""
 
 import argparse
 import ctypes
@@ -34,26 +34,26 @@ def add(commands) -> None:
     train.add_argument("--trust", **TRUST)
     offered = {"phase": [*phases.PHASES, "all"], "resume": ["auto", "never"]}
     train.set_defaults(command=_train, takes_overrides=True, offered=offered)
-    evaluate = commands.add_parser("eval", help="evaluate a trained policy on held-out episodes", **OPTIONS)
+    evaluate = commands.add_parser("eval", help="evaluate a run or checkpoint on held-out episodes", **OPTIONS)
     evaluate.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
     evaluate.add_argument("--episodes", type=positive, metavar="N", help="number of episodes (default: as configured)")
     seed = "seed of the held-out episodes (default: that of the run)"
     evaluate.add_argument("--seed", type=count, metavar="S", help=seed)
     actions = evaluate.add_mutually_exclusive_group()
     actions.add_argument("--stochastic", action="store_true", help="sample actions instead of acting greedily")
-    both = "evaluate both ways; flow policies always do (ODE and SDE)"
+    both = "evaluate greedy and sampled actions; always on for flow policies (ODE and SDE)"
     actions.add_argument("--both", action="store_true", help=both)
     evaluate.add_argument("--videos", type=count, default=0, metavar="N", help="number of episodes to record as video")
     numbers = "file for the numbers (default: PATH/eval*.json, named after the settings)"
     evaluate.add_argument("--json", metavar="FILE", help=numbers)
     predictions = "evaluate the predictions of a world model"
     evaluate.add_argument("--world-model", action="store_true", help=predictions)
-    evaluate.add_argument("--exploration", action="store_true", help="evaluate contacts and places reached")
+    evaluate.add_argument("--exploration", action="store_true", help="evaluate object contacts and voxels reached")
     another = "with --world-model: a world model to compare with, on the same episodes"
     evaluate.add_argument("--against", metavar="PATH", help=another)
     evaluate.add_argument("--trust", **TRUST)
     evaluate.set_defaults(command=_evaluate, takes_overrides=True)
-    compare = commands.add_parser("compare", help="test which of two is better on the same episodes", **OPTIONS)
+    compare = commands.add_parser("compare", help="test which of two policies or world models is better", **OPTIONS)
     compare.add_argument("a", metavar="A", help="run folder or checkpoint folder")
     compare.add_argument("b", metavar="B", help="run folder or checkpoint folder to compare with")
     episodes = "number of episodes (default: as configured in A)"
@@ -68,10 +68,9 @@ def add(commands) -> None:
 def _share_one_heap() -> None:
     """Make all threads share one malloc arena, if the C library is glibc and MALLOC_ARENA_MAX is not set.
 
-    By default each thread gets its own arena. Threads that draw videos and save checkpoints come and go, and memory
-    that one of them freed is not used by the arena of the next: in benchmarks/chaos_soak.py that takes 24 MB more than
-    one arena, in steps of up to 25 MB. The number of updates per second is the same.
-    """
+    By default each thread gets its own arena. Threads that draw videos and save checkpoints start and end, and memory
+    that one of them freed is not reused by the arena of the next: benchmarks/chaos_soak.py then uses 24 MB more than
+    with one arena, in steps of up to 25 MB. The number of updates per second is the same."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option and "MALLOC_ARENA_MAX" not in os.environ:
         set_option(_M_ARENA_MAX, 1)
@@ -153,7 +152,8 @@ def _compare(arguments: argparse.Namespace, overrides: list[str]) -> int:
         refuse_unwritable(Path(arguments.json))
     compare = Comparison.of_world_models if arguments.world_model else Comparison.of_policies
     found = compare(arguments.a, arguments.b, settings)
-    print(f"{found.episodes} held-out episodes, each played by both")
+    used = "predicted by both world models" if arguments.world_model else "run with both policies"
+    print(f"{found.episodes} held-out episodes, each {used}")
     print(found.table(terminal_width()))
     print(found.verdict())
     if arguments.json:

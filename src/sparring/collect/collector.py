@@ -215,7 +215,7 @@ class Collector(BaseCollector):
             advice = "set it to the number of uniform numbers per decision, and draw the action from td['noise']"
             raise UserError(f"{type(policy).__name__}.noise_size is 0, so it cannot sample actions; {advice}")
         self.version = self.env_steps = 0
-        # decisions so far, which number the noise; rollouts of whole episodes so far, each of which has its own seeds
+        # number of decisions so far (the index of the noise), and of rollouts of whole episodes (for their seeds)
         self.decision = self.batches = 0
         self.episodes: list[Episode] = []
         self.tracker: EpisodeTracker  # sums over the running episodes; created when they start
@@ -272,7 +272,7 @@ class Collector(BaseCollector):
         self.root = None
 
     def _play_episodes(self, buffer: RolloutBuffer) -> np.ndarray:
-        """Play the episodes; returns `[T, N]`, the number of episodes that each robot had ended before each decision.
+        """Run the episodes; returns `[T, N]`, the number of episodes that each robot had ended before each decision.
 
         A robot that has ended its episodes continues until all have: the env steps all robots together.
         """
@@ -305,7 +305,7 @@ class Collector(BaseCollector):
             td = self.policy.act(td)
             if self.decision == 0:
                 check_decision(td, self.chunk, self.env.spec.action_dim, "policy.act")
-            # copied here, where the device's queue has only the policy; later it may have more
+            # copied now, while only the policy is queued on the device; a later copy could wait for other kernels
             on_cpu = td["action"].device.type == "cpu"
             self._actions = td if on_cpu else TensorDict({"action": td["action"].cpu()}, td.batch_size)
             if not np.isfinite(self._actions["action"].numpy()).all():

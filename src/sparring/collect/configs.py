@@ -18,7 +18,7 @@ class RolloutConfig(Section):
         le=10**6,
         description="complete episodes per process between two updates, instead of steps; null: use steps",
     )
-    group_size: int = Field(1, gt=0, le=100_000, description="robots with the same starts of training episodes (grpo)")
+    group_size: int = Field(1, gt=0, le=100_000, description="robots that share the start states of episodes (grpo)")
     max_episode_steps: int | None = Field(
         None, gt=0, le=10**9, description="time limit of an episode in env steps; null: that of the task"
     )
@@ -42,7 +42,7 @@ class RolloutConfig(Section):
         description="minimum effective sample size, as a share of decisions; below it, robots wait for newer weights",
     )
     groups: int = Field(
-        1, gt=0, le=10_000, description="groups of robots: one group simulates while the policy acts for another"
+        1, gt=0, le=10_000, description="number of groups of robots: one is simulated while the policy acts for another"
     )
     watchdog_s: float = Field(
         60.0,

@@ -92,7 +92,7 @@ def _rollout(config: "Config") -> Problems:
         split = f"{robots} robots cannot be divided into groups of {group}"
         yield "rollout.group_size", f"{split}; {_valid_splits(robots, group)}"
     if group > 1 and not episodes:
-        yield "rollout.group_size", "groups play whole episodes; set rollout.n_episodes_per_batch, too"
+        yield "rollout.group_size", "groups need whole episodes; also set rollout.n_episodes_per_batch"
     if group > 1 and len(getattr(config.env, "task", ())) > 1:
         yield "rollout.group_size", "the robots of a group share a start state; expected a single task in env.task"
     if config.algorithm == "grpo" and (not episodes or group < 2):
@@ -104,14 +104,14 @@ def _async(config: "Config") -> Problems:
     given = [name for name in ("staleness", "least_ess") if getattr(rollout, name) != fields[name].default]
     if rollout.mode == "sync":
         for name in given:
-            yield f"rollout.{name}", "is for rollout.mode=async; set that, too, or remove it"
+            yield f"rollout.{name}", "is for rollout.mode=async; set that as well, or remove it"
         return
     if config.phase != "finetune":
         yield "rollout.mode", f"async is for finetune, not for {config.phase}; use sync"
     if "least_ess" in given and not rollout.staleness:
         yield "rollout.least_ess", "has no effect with rollout.staleness=0; remove it"
     if "least_ess" in given and rollout.least_ess and getattr(config.algorithm_section, "correction", None) == "none":
-        why = f"{config.algorithm}.correction=none computes no importance weights, which it needs"
+        why = f"{config.algorithm}.correction=none computes no importance weights, which this setting needs"
         yield "rollout.least_ess", f"{why}; set another correction, or remove it"
 
 

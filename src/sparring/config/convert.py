@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sparring.config.legacy import rename
+from sparring.config.legacy import ALWAYS, rename
 from sparring.config.schema import SCHEMA, kinds_with, load_config
 from sparring.config.text import Setting, read_settings, to_yaml, value_text
 from sparring.config.trust import refuse_code
@@ -30,7 +30,7 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
 
     phases = CHAIN if phase == "all" else (phase,)
     renamed = rename([setting for setting in given if setting.key != "phase"], SCHEMA, phases[0])
-    comments = [*renamed.refused, *((setting, "always the case here") for setting in renamed.fixed)]
+    comments = [*renamed.refused, *((setting, ALWAYS) for setting in renamed.fixed)]
     refused = [setting for setting, _ in renamed.refused]
     kept = [setting for setting in given if setting.key != "phase" and setting not in refused]
     if phase != "all":
@@ -54,7 +54,7 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
     values = SCHEMA.nested(settings)
     text += "".join(f"# {note}.\n" for note in on_rewards)
     text += to_yaml(values, {key: f"was {theirs}" for key, theirs in names.items()}) if values else ""
-    text += f"# Not settings here (with the line in {Path(file).name}, and the reason):\n" if comments else ""
+    text += f"# Not converted (with the line in {Path(file).name}, and the reason):\n" if comments else ""
     for setting, why in comments:
         value = "" if setting.key.endswith("...") else f": {value_text(setting.value)}"
         text += f"#   {value_text(setting.key)}{value}  (line {setting.line}: {why})\n"
@@ -62,7 +62,7 @@ def import_config(file: str | Path, phase: str | None = None) -> tuple[str, list
 
 
 def _unmet(kept: list[Setting], phase: str) -> list[Comment]:
-    """The settings whose key needs another setting, and which one."""
+    """The settings whose key needs another setting that is not given, and that setting."""
     renamed = rename(kept, SCHEMA, phase)
     schema, given = renamed.schema, {s.key: s.value for s in renamed.settings}
     keys = schema.keys(schema.classes(renamed.settings))

@@ -18,10 +18,10 @@ USUAL = {"env": "tabletop", "policy": "actor_critic", "world_model": "token"}
 _PLAYGROUND = {
     "env.task": ["explore"],
     "env.cameras": ["head", "wrist"],
-    "env.object_state": "hidden",  # objects out of view must be remembered, not read from the state
+    "env.object_state": "hidden",  # the model must remember objects out of view
     "rollout.action_steps": 4,  # a decision lasts 160 ms, so that frames differ
 }
-# rollouts of two episodes per robot; the noise is drawn once per episode
+# rollouts of two episodes per robot; the random function of gsde is drawn once per episode
 _EXPLORER = _PLAYGROUND | {"rollout.steps": 50, "policy.distribution": "gsde", "policy.sde_sample_freq": 25}
 _EXPLORER |= {"policy.init_std": 0.3, "ppo.gamma": 0.99, "ppo.policy_lr": 5e-4, "ppo.critic_lr": 1e-3}
 _EXPLORER |= {"ppo.mini_batch_size": 200, "ppo.ppo_epochs": 4, "ppo.target_kl": 0.05}
@@ -70,7 +70,7 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
 
 
 def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *keys: str) -> list[Setting]:
-    """`sections`, `keys` and the length of decisions from the config of a checkpoint; a weights file has no config."""
+    """The settings of `sections`, `keys` and rollout.action_steps of a checkpoint; a weights file has no config."""
     from sparring.runs.checkpoint import find_checkpoint
     from sparring.runs.fits import other_origin
 
@@ -84,14 +84,14 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
         folder = found.parent if found.is_file() else found
         saved = read_settings(folder / "config.yaml") if (folder / "config.yaml").is_file() else []
         trained = next((s.value for s in saved if s.key == "phase"), None)
-        # first: this reason explains more than an env that does not match
+        # checked first, because this reason explains more than an env that does not match
         if trained and "world_model" in sections and (other := other_origin("world_model", trained)):
             raise UserError(f"{key} = '{path}': {other}")
     method = next((s.value for s in saved if s.key == "policy.method"), None)
     if given.get("policy.method", method) != method:
         saved = [s for s in saved if s.key not in [f"policy.{name}" for name in OF_A_METHOD]]
     names = {s.key: s.value for s in saved if s.key in [f"{section}.name" for section in sections]}
-    # another kind of env or network has other settings; loading the weights checks whether they fit
+    # a different kind of env or network has different settings; loading the weights checks whether they fit
     same = [f"{named.partition('.')[0]}." for named, name in names.items() if given.get(named, name) == name]
     wanted = (*same, "rollout.action_steps", *keys)
     saved = [s for s in saved if s.key.startswith(wanted) and s.key not in _OF_THE_RUN]
@@ -100,7 +100,7 @@ def _of_checkpoint(key: str, given: dict[str, Any], sections: tuple[str, ...], *
 
 
 def _of_resumed_run(key: str, given: dict[str, Any]) -> tuple[Path | None, list[Setting]]:
-    """The newest checkpoint of a run that started from `given[key]` and is resumed, and its config."""
+    """The newest checkpoint of the run to resume, and its settings, if that run started from `given[key]`."""
     from sparring.config.schema import Config
     from sparring.runs.checkpoint import newest_whole
 

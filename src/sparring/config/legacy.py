@@ -71,14 +71,14 @@ ALIASES |= {
     adversarial.explorer_lr=adversarial.ppo.policy_lr adversarial.entropy_weight=adversarial.ppo.entropy_coef
     """),
 }
-# keys with another meaning for grpo
+# keys with a different meaning for grpo
 _GRPO_NAMES = {f"ppo.{name}": f"grpo.{name}" for name in GRPOConfig.model_fields} | {"ppo.ppo_epochs": "grpo.epochs"}
 _GRPO_ALIASES = {
     alias: _GRPO_NAMES[key]
     for alias, key in ALIASES.items()
     if key in _GRPO_NAMES and not alias.startswith("rl_training.ppo_trainer.")
 }
-# keys with another meaning in phases without RL
+# keys with a different meaning in phases without RL
 PHASE_ALIASES = {
     phase: {
         f"{prefix}{key}": f"{phase}.{key}" for prefix in ("", "training.") for key in ("batch_size", "learning_rate")
@@ -90,7 +90,7 @@ PHASE_ALIASES["adversarial"] |= {
 }
 PHASE_ALIASES["teacher"] |= {f"model.lora.{theirs}": f"world_model.{ours}" for theirs, ours in _LORA.items()}
 
-# the reward terms of an explorer in the originals; the sections that only configs with phases have there
+# the reward terms of an explorer in the originals; prefixes of keys that only their configs with phases have
 _ORIGINAL_TERMS = ("rewards.memory_divergence", "rewards.prediction_error")
 _PHASED = ("model.", *(f"{phase}." for phase in CHAIN))
 
@@ -157,6 +157,7 @@ _OF_A_PHASE = ("exploration_type", "train_world_model", "train_action_head", "fr
 _EXPLAINED = [line.split(": ", 1) for line in _REASONS.splitlines()]
 UNSUPPORTED = {key: reason for keys, reason in _EXPLAINED for key in keys.split()}
 UNSUPPORTED |= {f"{phase}.{key}": _BY_PHASE for phase in CHAIN for key in _OF_A_PHASE}
+ALWAYS = "Sparring always behaves this way"
 # unsupported keys -> the value that is always in effect here; any other value is refused
 FIXED_VALUES: dict[str, Any] = {"model.lora.bias": "none", "model.lora.task_type": "CAUSAL_LM"}
 FIXED_VALUES |= dict.fromkeys(["debug", "trainer.enable_rt", "trainer.use_wandb", "trainer.use_swanlab"], False)
@@ -183,13 +184,13 @@ class _Renamed:
     other_phases: list[Setting] = field(default_factory=list)
     # those among `settings` that are not supported here, and why
     refused: list[tuple[Setting, str]] = field(default_factory=list)
-    # those among `settings` that are not in the file: reward terms of an explorer in the originals
+    # those among `settings` that are not in the file: the originals' rewards of an explorer
     implied: list[Setting] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         lines = {
             "read as": [f"{theirs} -> {ours}" for theirs, ours in self.keys.items()],
-            "always the case here": [f"{s.key}={value_text(s.value)}" for s in self.fixed],
+            f"no effect, because {ALWAYS}": [f"{s.key}={value_text(s.value)}" for s in self.fixed],
             "for other phases, not used in this one": [s.key for s in self.other_phases],
         }
         return [f"{title}: {', '.join(keys)}" for title, keys in lines.items() if keys] + self.notes_on_rewards()
@@ -198,8 +199,8 @@ class _Renamed:
         if not self.implied:
             return []
         given = ", ".join(f"{setting.key}={value_text(setting.value)}" for setting in self.implied)
-        others = "other reward terms have the weights of rewards=original"
-        differs = "unlike there, terms are normalised by their running mean and standard deviation before weighting"
+        others = "the other terms have the weights of rewards=original"
+        differs = "unlike in the originals, terms are normalised (running mean and standard deviation) before weighting"
         return [f"{self.phase} has the rewards of the originals: {given}; {others}; {differs}"]
 
 

@@ -43,7 +43,7 @@ def build(section: Any, known: dict[str, str], *runtime: Any, kind: str, name: s
 
 
 def import_module(name: str, owner: str, advice: str = "") -> ModuleType:
-    """Import a module. For errors: `owner` names it, and `advice` is what else to do if the module is missing."""
+    """Import a module. For errors: what needs it (`owner`), and another fix if it is missing (`advice`)."""
     here = [] if f"{name}.".startswith("sparring.") else [place for place in IMPORTED_FROM if not _holds_results(place)]
     # appended, so that it cannot hide installed modules; kept, because the module may import more later
     sys.path += [place for place in here if place not in sys.path]

@@ -56,9 +56,11 @@ class Config(Section):
 
     phase: Annotated[str, AfterValidator(_known_phase)] = Field("finetune", description="training phase")
     algorithm: str = Field("ppo", description="algorithm that updates the policy: ppo, grpo or your.module:Class")
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, episodes and noise; evaluation has its own")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, noise and episodes (evaluation: another split)")
     device: Annotated[str, AfterValidator(_known_device)] = Field("auto", description="auto, cpu, cuda or cuda:<index>")
-    threads: int = Field(0, ge=0, description="CPU threads of the networks; 0: one without images, else torch's")
+    threads: int = Field(
+        0, ge=0, description="CPU threads of the networks; 0: one on the CPU without images, otherwise torch's default"
+    )
     pretrained: str | None = Field(None, description="checkpoint folder or weights file to start from")
     output: str | None = Field(None, min_length=1, description="run folder; null: <OUTPUT_BASE or outputs>/<phase>_rl")
     resume: str = Field(
@@ -120,8 +122,8 @@ def load_config(
     inherit: bool = True,
     to_run: bool = True,
 ) -> Config:
-    """Load a file or a (nested) dict plus overrides, and check all of it. `inherit=False`: inherit no settings from the
-    runs that it starts from. `to_run=False`: required runs or datasets to start from may be missing."""
+    """Load a file or a (nested) dict plus overrides, and check all of it. `inherit=False`: take no settings from the
+    runs that the config starts from. `to_run=False`: the runs or datasets that it starts from may be missing."""
     if isinstance(source, dict):
         settings = [Setting(key, value, "Python") for key, value in flatten(source).items()]
     else:
@@ -236,7 +238,7 @@ def _check_gym_id(name: str) -> None:
 
 
 def _makes_gymnasium_envs(found: Any) -> bool:
-    """True for a function, a subclass of gymnasium's, or a class with its interface; does not import gymnasium."""
+    """True for a function, a gymnasium class, or a class with the same interface; does not import gymnasium."""
     if not isinstance(found, type):
         return callable(found)
     return hasattr(found, "observation_space") or any(base.__module__.startswith("gymnasium") for base in found.__mro__)
@@ -254,7 +256,7 @@ def _explain(key: str, setting: Setting) -> str | None:
     ours = "" if setting.as_written == key else f"as {key} "
     known = f"unknown key; {ours}it is a key of {' and '.join(others)}" if others else None
     if len(others) > 1:
-        known = f"{known}; add {others[0]}, or another of them"
+        known = f"{known}; add one of them, e.g. {others[0]}"
     return why_not(setting.as_written, setting.value) or known
 
 

@@ -56,7 +56,7 @@ class Section(pydantic.BaseModel, metaclass=_SectionType):
 
 # limits of the entries of a list and of the characters of a text (a path or the name of a class)
 _ENTRIES, _CHARACTERS = 1000, 10_000
-# upper bounds from here on only protect memory and time; their message says so
+# upper bounds from here on only protect memory and time; the error states this
 _VAST = 10_000
 _PROBLEMS = 50  # reported at most: finding the nearest keys takes time
 # types of whole numbers, and their limit if they have no bound of their own

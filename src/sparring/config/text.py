@@ -224,7 +224,7 @@ def _leaves(loader: _Loader, node: yaml.MappingNode, prefix: str, filename: str)
         if not isinstance(key_node, yaml.ScalarNode):
             raise _UnsupportedYamlError(problem="a key must be text", problem_mark=key_node.start_mark)
         if key_node.value == "<<":
-            why = "merge keys (<<) are not supported; write the keys out, an alias stands for one value"
+            why = "merge keys (<<) are not supported; write the merged keys out"
             raise _UnsupportedYamlError(problem=why, problem_mark=key_node.start_mark)
         key = f"{prefix}{key_node.value}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:

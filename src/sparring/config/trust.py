@@ -59,7 +59,7 @@ def refuse_code(folder: Path | None, name: str, settings: Iterable[Setting]) -> 
     file = name if folder is None else str(folder / name)
     if not _GIVEN.get():
         why = f"names code to import, and you did not sign it, or it was changed since: {', '.join(found)}"
-        advice = "look at what it names, then give --trust (in Python trust=True) to import it from now on"
+        advice = "check the named code, then pass --trust (in Python trust=True) to import it from now on"
         raise TrustError(f"'{file}' {why}. Nothing was imported; {advice}")
     if folder is not None and name == "config.yaml":  # the whole file is signed, also settings that are not used now
         found = _code_in(read_settings(folder / name))
@@ -139,7 +139,7 @@ def _is_own(folder: Path, name: str, sha256: str | None) -> bool:
 
 def _sign(folder: Path, name: str, sha256: str | None) -> bool:
     """Sign the folder; False if it cannot be written or if this user has no key."""
-    if os.environ.get("RANK", "0") != "0":  # one rank signs, the others trust for this command
+    if os.environ.get("RANK", "0") != "0":  # one rank signs; the others trust the folder for this command
         return False
     found = sorted(path for pattern in _REST[name] for path in folder.glob(pattern))
     others = [str(path.relative_to(folder)) for path in found if path.is_file()]

@@ -1,7 +1,7 @@
 """Buffers of recent transitions: a single rollout, or a ring of the newest decisions.
 
 Both store every observation once: the next observation of a transition is the observation of the following row. Only
-the last observations of ended episodes are stored separately. T decisions, N envs, F ended episodes.
+the last observations of ended episodes are stored separately. T decisions, N robots, F ended episodes.
 """
 
 import logging
@@ -43,13 +43,13 @@ class RolloutBuffer:
         self._observation: Any = None
         self._columns: dict = {}
         self._attached: dict[Key | str, torch.Tensor] = {}
-        # number of a transition -> the envs [F] whose episodes it ended, and their last observations [F]
+        # number of a transition -> the robots [F] whose episodes it ended, and their last observations [F]
         self._ends: dict[int, tuple[torch.Tensor, TensorDict]] = {}
         # device of the rows, and device of the transitions that are added and returned
         self._memory = self._device = torch.device("cpu")
 
     def __len__(self) -> int:
-        """Stored decisions per env."""
+        """Stored decisions per robot."""
         return self._count
 
     def is_full(self) -> bool:
@@ -88,7 +88,7 @@ class RolloutBuffer:
         self._closed = False
 
     def close(self, td: TensorDict) -> None:
-        """Store the observation [N] after the last transition and end the rollout, also before `steps` decisions."""
+        """Store the observation [N] after the last transition and end the rollout, even before `steps` decisions."""
         if self._observation is None:
             raise RuntimeError("the buffer has no transition; add() one first")
         self._write({"observation": self._columns["observation"]}, td)
@@ -108,7 +108,7 @@ class RolloutBuffer:
         return rollout.flatten(0, 1) if flatten else rollout
 
     def windows(self, length: int, following: bool = False) -> Iterator[TensorDict]:
-        """Slices of time `[length, N]`, oldest first, without a shorter rest."""
+        """Slices of time `[length, N]`, oldest first; a shorter remainder is dropped."""
         check_whole("length", length)
         rollout = self.get(flatten=False, following=following)
         for first in range(0, len(rollout) - length + 1, length):
@@ -214,7 +214,7 @@ class RolloutBuffer:
         return at, torch.cat([last for *_, last in ends])  # type: ignore[return-value]
 
     def _check_continues(self, observation: TensorDict) -> None:
-        """Raise if `observation` [N] differs from the one that `close` stored, in envs whose episodes continue."""
+        """Raise if `observation` [N] differs from the one that `close` stored, for robots whose episodes continue."""
         row = self._observation[self._count % (self.capacity + 1)]
         continues = torch.ones(len(row), dtype=torch.bool, device=self._memory)
         if self._count - 1 in self._ends:
@@ -274,7 +274,7 @@ class VLABuffer(RolloutBuffer):
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Decisions per env that can be read."""
+        """Decisions per robot that can be read."""
         return min(self._newest(), self.capacity)
 
     def add(self, td: TensorDict) -> None:
@@ -362,7 +362,7 @@ class VLABuffer(RolloutBuffer):
         limit = free_ram() // 2 if self.memory_limit is None else self.memory_limit
         each = _readable_size(_bytes(observation) // len(observation))
         if needed <= limit:
-            return _empty, f"RAM, and {each} for each end of an episode"
+            return _empty, f"RAM, plus {each} for the final observation of each ended episode"
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -370,7 +370,7 @@ class VLABuffer(RolloutBuffer):
                 f"the buffer needs {_readable_size(needed)}, but {self.folder} has {_readable_size(free)} free; "
                 "choose a smaller buffer.size, or another buffer.folder"
             )
-        return self._mapped, f"{self.folder}, and {each} of RAM for each end of an episode"
+        return self._mapped, f"{self.folder}, plus {each} of RAM for the final observation of each ended episode"
 
     def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in a deleted file: the system frees its space when the process ends, even by a crash."""

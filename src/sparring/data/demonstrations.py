@@ -185,7 +185,7 @@ class Demonstrations:
     def _check_request(self, cameras, state_dim, action_dim, fps, control_mode, points, recorded, object_state) -> None:
         """Raise one error for all differences from the expected content."""
         mistakes = []
-        # if object_state is as requested, another number of entries comes from another task
+        # if object_state is as requested, a different number of entries means a different task
         about = (object_state and self.recorded_with("object_state", object_state)) or self.recorded_with("task")
         controlled = self.recorded_with("control_mode", control_mode)
         embedded = [key for key, feature in self.dataset.info["features"].items() if feature["dtype"] == "image"]
@@ -411,7 +411,7 @@ class ActionChunks:
                 # a state may be padded
                 if not found or found > math.prod(shape) or (name != "state" and found < math.prod(shape)):
                     mistake = f"observation.{name}: expected {math.prod(shape)} entries, found {found or 'none'}"
-                    # another number of entries comes from another task
+                    # a different number of entries means a different task
                     key = {"privileged": "object_state", "points": "points"}.get(name, "task") if not found else "task"
                     mistakes.append(mistake + demos.recorded_with(key))
             for name in spec.observation:

@@ -284,7 +284,7 @@ def _recover(folder: Path, layout: EpisodeLayout, repair: bool) -> list[Segment]
 
 
 def _inspect(folder: Path, layout: EpisodeLayout) -> list[Segment]:
-    """For a reader, which changes nothing: data without a line in the index may be incomplete or in the making."""
+    """For a reader, which changes nothing: data without an index line may be incomplete or still being written."""
     segments, steps, size = _segments(folder), 0, 0
     for segment, complete in _with_complete_counts(layout, segments, writing=False):
         if complete < len(segment.records):

@@ -279,8 +279,8 @@ def _rows_of(episode: TensorDict) -> tuple[int, dict[str, list[np.ndarray]]]:
     if not isinstance(episode, TensorDictBase):
         raise UserError(f"episode: expected a TensorDict [T], got {type(episode).__name__}")
     if episode.batch_dims != 1:
-        advice = "append the episodes of each env separately, or give transitions [N] to an EpisodeRecorder"
-        raise UserError(f"episode: expected a TensorDict [T] of one env, got {list(episode.batch_size)}; {advice}")
+        advice = "append the episodes of each robot separately, or give transitions [N] to an EpisodeRecorder"
+        raise UserError(f"episode: expected a TensorDict [T] of one robot, got {list(episode.batch_size)}; {advice}")
     (steps,) = episode.batch_size
     if not steps:
         raise UserError("episode: expected at least one step, got none")
@@ -327,7 +327,7 @@ class EpisodeRecorder:
         self.tasks, self.seeds, self.exclude = tuple(tasks), seeds, tuple(exclude)
         # transitions since the start of the oldest running episode, without `next/observation`
         self._steps: list[TensorDict] = []
-        # per env: the index of the first of these in its episode (-1: unknown), and the number of episodes before it
+        # per robot: the index of the first of these in its episode (-1: unknown), and the number of episodes before it
         self._first = [-1] * num_envs
         self._episode = [-1] * num_envs
 

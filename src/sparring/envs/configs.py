@@ -68,7 +68,8 @@ class TabletopConfig(Section):
     )
     control_mode: Literal["delta_qpos", "delta_ee_pos", "delta_ee", "qpos"] = Field(
         "delta_qpos",
-        description="an action is joint steps, hand steps (pointing down), hand steps and rotations, or joint targets",
+        description="delta_qpos: joint displacements; delta_ee_pos: end-effector displacement, gripper pointing down; "
+        "delta_ee: end-effector displacement and rotation; qpos: joint targets",
     )
     reward: Literal["dense", "sparse"] = Field(
         "dense", description="dense: shaped, in [0, 1] per step; sparse: 1 at the end of a successful episode"
@@ -81,11 +82,11 @@ class TabletopConfig(Section):
     video_renderer: Literal["builtin", "mujoco"] = Field(
         "builtin", description="renderer of videos; mujoco is more realistic and needs the GL library EGL or OSMesa"
     )
-    threads: int = Field(0, ge=0, description="threads that step and draw a group of robots; 0: one per core in total")
+    threads: int = Field(0, ge=0, description="simulation and rendering threads of a robot group; 0: cores / groups")
 
 
 class GymConfig(Section):
-    """Any gymnasium env, by its id."""
+    """A gymnasium env, by its id."""
 
     name: str = Field(description="gym:<gymnasium id>, metaworld:<task>, or your.module:Class of a gymnasium.Env")
     vectorize: Literal["serial", "process"] = Field(

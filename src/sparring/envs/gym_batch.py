@@ -164,7 +164,7 @@ class GymBatch:
         for row, (env, robot) in enumerate(zip(self.envs, self.robots, strict=True)):
             if f"{env}/episode" not in state:
                 saved = sum(key.endswith("/episode") for key in state)
-                raise UserError(f"the saved state has {saved} envs and no env {env}; create {saved} envs to restore it")
+                raise UserError(f"the saved state has {saved} robots and no robot {env}; create {saved} to restore it")
             robot.set_state(below(state, str(env)))
             self._episodes[row] = int(state[f"{env}/episode"])
 

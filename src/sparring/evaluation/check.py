@@ -123,7 +123,7 @@ def _policy_findings(config: Config) -> Iterator[Finding]:
     try:
         run = Run(config, folder=False, quiet=True)
         parameters = sum(p.numel() for p in run.phase.model.parameters())
-        fresh = ", fresh weights (no policy.model_path)" if getattr(config.policy, "model_path", "") is None else ""
+        fresh = ", random weights (no policy.model_path)" if getattr(config.policy, "model_path", "") is None else ""
         yield "policy", True, f"{name}: {parameters:,} parameters{fresh}"
         doing = "act and evaluate"
         metrics = run.phase.step(0.0)

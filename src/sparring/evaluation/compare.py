@@ -24,7 +24,7 @@ from sparring.processes.files import write_whole
 
 FLIPS, AT_A_TIME = 10_000, 500  # random sign vectors of the permutation test, and how many are in memory at once
 SIGNIFICANT = 0.05  # a difference is significant below this p
-FEWEST = 6  # of 5 gaps, all have one sign by chance in one of 16 cases: p could not be below 0.05
+FEWEST = 6  # with 5 pairs, all differences have one sign by chance in 1 of 16 cases, so p cannot fall below 0.05
 # settings that do not change the episodes: what a policy observes and how it acts
 _POLICY_VIEW = "cameras image_size depth points object_state pad_state pad_action control_mode action_scale"
 MAY_DIFFER = SAME_EPISODES + tuple(f"env.{name}" for name in _POLICY_VIEW.split())
@@ -77,7 +77,7 @@ def _mcnemar(only_a: int, only_b: int) -> float:
 
 
 def _mean_difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> _Difference:
-    """For `[n]` numbers, n > 1: Student's interval of the mean gap, and a permutation test of the gaps' signs."""
+    """For `[n]` numbers, n > 1: Student's interval of the mean difference, and a permutation test of signs."""
     with np.errstate(invalid="ignore"):  # infinity minus infinity
         gaps = np.asarray(a, float) - np.asarray(b, float)
     if not np.isfinite(gaps).all():
@@ -95,7 +95,7 @@ def _mean_difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> _Difference
 
 
 def _student_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's distribution by the Cornish-Fisher expansion; accurate from 5 degrees on."""
+    """The 97.5 % quantile of Student's t by the Cornish-Fisher expansion; accurate for 5 degrees of freedom or more."""
     z = 1.959964
     first, second, third = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     terms = (z, first / 4, second / 96, third / 384)
@@ -158,7 +158,7 @@ class Comparison:
         _refuse_other_episodes(config, opened[1][1])
         episodes, seed = config.evaluation.episodes, config.seed
         _refuse_too_few(episodes)
-        plan = f"A plays {episodes} held-out episodes of seed {seed} ({config.env.name}), then B the same"
+        plan = f"running A, then B, on the same {episodes} held-out episodes of seed {seed} ({config.env.name})"
         print(f"{plan}; this may take minutes", file=sys.stderr)
         played: list[list[Episode]] = []
         for checkpoint, own in opened:
@@ -174,12 +174,12 @@ class Comparison:
 
     @classmethod
     def of_world_models(cls, a: str, b: str, settings: list[Setting]) -> "Comparison":
-        """Compare the predictions of episodes with random actions, which have the config of A."""
+        """Compare predictions on episodes with random actions. The config of A determines the episodes."""
         config = open_checkpoint(a, settings, is_policy=False)[1]
         device = pick_device(config.device)
         models = [load_world_model(a, device), load_other_world_model(b, a, config)]
         _refuse_other_episodes(config, open_checkpoint(b, settings, is_policy=False)[1])
-        plan = f"robots play {config.evaluation.episodes} held-out episodes of seed {config.seed} with random actions"
+        plan = f"running {config.evaluation.episodes} held-out episodes of seed {config.seed} with random actions"
         print(f"{plan}, then A and B predict them; this may take minutes", file=sys.stderr)
         episodes, _ = WorldModelEvaluation.random_episodes(config, device)
         ratios = [WorldModelEvaluation.ratio_by_episode(model, episodes).numpy() for model in models]
@@ -213,7 +213,7 @@ class Comparison:
 
 
 def _in_order(episodes: list[Episode], robots: int) -> list[Episode]:
-    """Sort episodes by number: robot i played i, i+N, i+2N, ... in this order; robots end episodes at any time."""
+    """Sort episodes, given in the order of their ends, by number: robot i ran i, i+N, i+2N, ... in this order."""
     played, numbered = Counter[int](), {}
     for episode in episodes:
         numbered[episode.env + robots * played[episode.env]] = episode
@@ -242,10 +242,10 @@ def _refuse_too_few(episodes: int) -> None:
 
 def _refuse_other_episodes(a: Config, b: Config) -> None:
     if a.env.name != b.env.name:
-        raise UserError(f"A was trained in '{a.env.name}', B in '{b.env.name}'; they cannot play the same episodes")
+        raise UserError(f"A was trained in '{a.env.name}', B in '{b.env.name}'; the two cannot run the same episodes")
     differing = episode_differences(a, b, MAY_DIFFER)
     if differing:
         of_a, of_b = flatten(a.dump()), flatten(b.dump())
         listed = [f"  {key}: A {value_text(of_a.get(key))}, B {value_text(of_b.get(key))}" for key in differing]
         both = f"give both the same settings, e.g. {differing[0]}={value_text(of_a.get(differing[0]))}"
-        raise UserError("\n".join([f"A and B were trained in different episodes; {both}:", *listed]))
+        raise UserError("\n".join([f"A and B were trained on different episodes; {both}:", *listed]))

@@ -32,7 +32,7 @@ class _Exploration:
     voxels_per_episode: float
     # voxels of objects other than their start voxels; None: EnvSpec.object_entries is empty
     object_voxels: int | None
-    state_entropy: float  # nats: entropy of the bins of an entry of the state, the mean over entries
+    state_entropy: float  # nats: entropy of an entry of the state in bins, averaged over the entries
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ExplorationEvaluation(EvaluationResult):
         return cls(episodes, config.seed, found)
 
     def table(self, width: int | None = None) -> str:
-        rows = [("actions", "contact", "places", "places per episode", "places of objects", "state entropy")]
+        rows = [("actions", "contact", "voxels", "voxels per episode", "object voxels", "state entropy")]
         for who, e in self.found.items():
             moved = "n/a" if e.object_voxels is None else str(e.object_voxels)
             numbers = f"{e.contact:.1%}", str(e.voxels), f"{e.voxels_per_episode:.1f}", moved, f"{e.state_entropy:.2f}"
@@ -87,7 +87,7 @@ def compare_with_random(policy: Policy, env: Env, episodes: int, seed: int, chun
 def _explore(policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1) -> _Exploration:
     """Measure exactly `episodes` episodes: the number of voxels grows with the number of episodes."""
     if "state" not in env.spec.observation:
-        raise UserError("exploration is measured in observation/state, which this env does not have; use another env")
+        raise UserError("exploration is measured from observation/state, which this env does not have; use another env")
     counts = _Counts(env)
     for td, robots, _ in held_out_decisions(Collector(env, policy, seed, split="eval", chunk=chunk), episodes):
         counts.add(td[robots], robots)  # type: ignore[call-overload]
@@ -98,7 +98,7 @@ class _Counts:
     def __init__(self, env: Env):
         self.env = env
         self.decisions = self.contacts = 0
-        self.places: dict[tuple[int, int], set] = {}  # (robot, episode) -> voxels as (hand, x, y, z)
+        self.reached: dict[tuple[int, int], set] = {}  # (robot, episode) -> voxels as (hand, x, y, z)
         self.episode = np.zeros(env.num_envs, int)
         # [N, objects, 3] start voxels, and other voxels as (object, x, y, z)
         self.began = np.zeros((env.num_envs, len(env.spec.object_entries) // 3, 3), int)
@@ -117,18 +117,18 @@ class _Counts:
             self.began[robots[is_first]] = before[is_first]
             moved = (after != self.began[robots]).any(-1)
             self.moved_to.update((int(k), *after[row, k].tolist()) for row, k in np.argwhere(moved))
-        places = self._voxels(state, self.env.spec.hand_entries)  # [n, hands, 3]
-        for robot, hands in zip(robots.tolist(), places, strict=True):
-            visited = self.places.setdefault((robot, int(self.episode[robot])), set())
-            visited.update((hand, *place) for hand, place in enumerate(hands.tolist()))
+        voxels = self._voxels(state, self.env.spec.hand_entries)  # [n, hands, 3]
+        for robot, hands in zip(robots.tolist(), voxels, strict=True):
+            visited = self.reached.setdefault((robot, int(self.episode[robot])), set())
+            visited.update((hand, *voxel) for hand, voxel in enumerate(hands.tolist()))
         self.bins = self.bins or [Counter() for _ in range(state.shape[1])]
         for counter, column in zip(self.bins, np.floor(state / BIN).astype(int).T, strict=True):
             counter.update(column.tolist())
         self.episode[self.env.last.ended] += 1
 
     def result(self, episodes: int) -> _Exploration:
-        places, entropy = self.places.values(), float(np.mean([_entropy(counter) for counter in self.bins]))
-        voxels, each = len(set().union(*places)), sum(map(len, places)) / episodes
+        reached, entropy = self.reached.values(), float(np.mean([_entropy(counter) for counter in self.bins]))
+        voxels, each = len(set().union(*reached)), sum(map(len, reached)) / episodes
         moved = len(self.moved_to) if self.env.spec.object_entries else None
         return _Exploration(self.decisions, self.contacts / self.decisions, voxels, each, moved, entropy)
 

@@ -47,8 +47,8 @@ class ObjectMasks:
 
     def update(self, now: TensorDict, after: TensorDict, rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         """Kind of pixels -> camera -> `[n, H, W]` bool of the next frame, for the episodes in `rows` `[E]`.
-        covered: now behind the robot, at the last visible position; hidden: now in no camera; returning: not in this
-        one."""
+        covered: now behind the robot, at the object's last visible position; hidden: now visible in no camera, but
+        earlier; returning: now not visible in this camera, but earlier."""
         seen_by = self.each_camera.items()
         return {
             "object": {camera: _is_object(after[camera]) for camera in self.each_camera},

@@ -39,7 +39,7 @@ def evaluate_checkpoint(
     videos: int = 0,
     against: str | None = None,
 ) -> EvaluationResult:
-    """Print the table; write the numbers and videos next to the checkpoint."""
+    """Print a table, and write the numbers and videos to the folder of the run or checkpoint."""
     checkpoint, config = open_checkpoint(path, settings, is_policy=kind != "eval_world_model")
     now, trained = flatten(config.dump()), load_config(None, trusted_settings(checkpoint), inherit=False)
     changed = {key: now[key] for key in episode_differences(trained, config, SAME_EPISODES) if key in now}
@@ -72,7 +72,7 @@ def evaluate_checkpoint(
         for number, video in enumerate(result.videos):
             file = writer.record_video(f"{files.name}_{number}", "eval", video, progress, result.spec, changed_text)
             print(f"video: {file}")
-            writer.finish()  # one at a time, so that the queue is never full and skips no video
+            writer.finish()  # one at a time: a full queue would skip videos
     if isinstance(result, Evaluation) and result.no_video_reason:
         print(f"no video: {result.no_video_reason}")
     return result

@@ -24,7 +24,7 @@ from sparring.policies.random import RandomPolicy
 from sparring.processes.heartbeat import OwnStages
 
 Device = torch.device | str
-NEVER_ENDING = 20_000  # an evaluation stops after so many decisions without the end of an episode
+NEVER_ENDING = 20_000  # an evaluation fails after this many decisions in which no episode ended
 WATCHED = 64  # robots recorded if recording is cheap; videos are chosen from them, failures first
 
 
@@ -66,8 +66,8 @@ def held_out_env(config: Config, device: Device, robots: int | None = None) -> E
 
 
 def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[TensorDict, np.ndarray, list[Episode]]]:
-    """Decide until `episodes` episodes have ended; robot i plays numbers i, i+N, ..., so every N plays the same ones.
-    Yields each decision `[N]`, the robots whose current episodes count, and all episodes that it ended."""
+    """Decide until `episodes` episodes have ended. Robot i runs episodes i, i+N, ..., so the set of episodes does not
+    depend on N. Yields each decision `[N]`, the robots whose current episodes count, and the episodes that it ended."""
     robots = collector.env.num_envs
     quota = np.array([len(range(robot, episodes, robots)) for robot in range(robots)])
     since_last_end = 0
@@ -85,7 +85,7 @@ def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[Te
 def play(
     policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = True, videos: int = 0
 ) -> tuple[list[Episode], list[EpisodeVideo]]:
-    """Returns episodes in the order of their ends, and `videos` videos of the robots' first ones, failures first."""
+    """Returns the episodes in the order of their ends, and `videos` videos of first episodes, failures first."""
     training = policy.training
     policy.eval()
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)
@@ -181,7 +181,7 @@ def evaluate(
     videos: int = 0,
     both: bool = False,
 ) -> Evaluation:
-    """Play held-out episodes by `policy` and by uniformly random actions; `both`: greedy and sampled actions."""
+    """Run held-out episodes with `policy` and with random actions. `both`: with greedy and with sampled actions."""
     played, recorded = play(policy, env, episodes, seed, chunk, greedy, videos)
     scores = {"policy": _score_by_task(played, env.spec)}
     if greedy and (both or policy.reports_sampled):

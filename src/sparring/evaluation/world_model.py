@@ -164,7 +164,7 @@ def _open_loop(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
 
 
 def _half_blind(model: WorldModel, rows: TensorDict, tally: _Tally) -> None:
-    """Measure with an explorer's cameras only: pixels of objects that none of them shows now, but one did earlier."""
+    """Measure predictions from an explorer's cameras, on pixels of objects that these showed earlier but not now."""
     kept, segmentation = _kept_cameras(model), rows.get(("observation", "segmentation"), None)
     if not kept or segmentation is None:
         return
@@ -235,7 +235,7 @@ class WorldModelEvaluation(EvaluationResult):
 
     @staticmethod
     def random_episodes(config: Config, device: Device) -> tuple[TensorDict, float]:
-        """Play held-out episodes with a teacher's random actions; returns them `[E, T]`, and the control frequency."""
+        """Run held-out episodes with a teacher's random actions; returns them `[E, T]`, and the control frequency."""
         rollout, teacher = config.rollout, config.teacher
         env = make_env(config.env, rollout.n_envs, rollout.max_episode_steps, device)
         try:

@@ -125,7 +125,8 @@ class Adversarial(Phase):
         self.explorer.learning = False
         self.replay.generations.begin(self.progress.updates // self.config.generation_every)
         learns = self.learner.gradient_steps >= self.config.warmup_steps
-        metrics = _means([self.explorer.turn(fraction, learns) for _ in range(self.config.explorer_updates_per_iter)])
+        rollouts = range(self.config.explorer_updates_per_iter)
+        metrics = _means([self.explorer.collect_and_learn(fraction, learns) for _ in rollouts])
         metrics |= self._learn(fraction)
         explorer = self.explorer.progress
         self.progress.updates += 1

@@ -32,7 +32,7 @@ class TeacherConfig(Section):
         False, description="windows in time order with carried memory; false: random windows, memory from burn_in"
     )
     burn_in: int = Field(6, ge=0, description="decisions before a window that fill the memory, if not sequential")
-    max_gb: float = Field(8.0, gt=0, description="limit of episodes on disk per process, in GB; removes the oldest")
+    max_gb: float = Field(8.0, gt=0, description="limit of episodes on disk per process, in GB; the oldest are removed")
 
 
 class ImitateConfig(Section):
@@ -59,14 +59,14 @@ class ImitateConfig(Section):
 
 
 class StudentConfig(Section):
-    """An explorer learns from intrinsic rewards: the errors and uncertainty of the teacher's world model."""
+    """An explorer learns from intrinsic rewards, computed from the predictions of the teacher's frozen world model."""
 
     teacher: str | None = Field(None, description="run folder or checkpoint of `sparring train teacher`")
     cameras: Names = Field(("wrist",), description="cameras of the explorer; the world model uses all of env.cameras")
 
 
 class AdversarialConfig(Section):
-    """World model and explorer train in turn: one learns from episodes of the other, which learns from its errors."""
+    """In turns, a world model learns from an explorer's episodes, and the explorer from the world model's rewards."""
 
     teacher: str | None = Field(None, description="run folder of `sparring train teacher`, with its episodes")
     student: str | None = Field(
@@ -84,13 +84,13 @@ class AdversarialConfig(Section):
     )
     batch_size: int = Field(4, gt=0, description="windows of training.bptt_length decisions per gradient step")
     burn_in: int = Field(6, ge=0, description="decisions before a window that fill the memory")
-    replay_random: float = Field(0.4, ge=0, description="weight of the teacher's episodes among the windows")
-    replay_past: float = Field(0.3, ge=0, description="weight of the episodes of all explorers of this run")
+    replay_random: float = Field(0.4, ge=0, description="weight of the teacher's episodes in the sampling of windows")
+    replay_past: float = Field(0.3, ge=0, description="weight of all episodes that the explorer has collected")
     replay_newest: float = Field(0.3, ge=0, description="weight of the newest episodes, one per robot and rollout")
     kl_coef: float = Field(0.02, ge=0, description="weight of the KL divergence from the student's policy; 0: none")
-    generation_every: int = Field(10, gt=0, description="updates per generation of explorers")
+    generation_every: int = Field(10, gt=0, description="updates per generation, a group of held-out episodes")
     held_out: float = Field(0.125, ge=0, lt=1, description="share of episodes that are never trained on")
-    max_gb: float = Field(8.0, gt=0, description="limit of episodes on disk per process, in GB; removes the oldest")
+    max_gb: float = Field(8.0, gt=0, description="limit of episodes on disk per process, in GB; the oldest are removed")
 
 
 class TrainingConfig(Section):

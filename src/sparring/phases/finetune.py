@@ -106,9 +106,9 @@ class Finetune(Phase):
 
     def step(self, fraction: float) -> dict[str, float]:
         self.learning = False
-        return self.turn(fraction)
+        return self.collect_and_learn(fraction)
 
-    def turn(self, fraction: float, learns: bool = True) -> dict[str, float]:
+    def collect_and_learn(self, fraction: float, learns: bool = True) -> dict[str, float]:
         """Collect a rollout with its rewards and, if `learns`, update the policy from it."""
         started, steps_before = time.perf_counter(), self.collector.env_steps
         if learns and isinstance(self.algorithm, Algorithm) and self.policy.needs_statistics:

@@ -46,12 +46,12 @@ class EncoderConfig(Section):
     point_channels: tuple[PositiveInt, ...] = Field((64, 128), description="widths of the MLP applied to each point")
     point_features: int = Field(128, gt=0, description="output features of the point encoder, if the env has points")
     point_frame: Literal["world", "gripper"] = Field(
-        "world", description="origin of the points: the world's, or the gripper's position (each one's with two arms)"
+        "world", description="origin of the points: the world's, or the gripper's position (two arms: each gripper's)"
     )
-    language_features: int = Field(0, ge=0, description="features of the instruction's bytes; 0: instructions unused")
+    language_features: int = Field(0, ge=0, description="features of the instruction's bytes; 0: instructions not read")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the networks, in imitation only")
     freeze_encoder: bool = Field(False, description="do not train the image, point and language encoders")
-    normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
+    normalize_observations: bool = Field(True, description="normalise the state (running or demonstration statistics)")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of encoder and actor; log-probs: >= fp32")
 
 
@@ -65,12 +65,12 @@ class CriticConfig(Section):
 class ActorCriticConfig(EncoderConfig, CriticConfig):
     """MLP actor-critic on state, and on features of images, points and instructions if the env has them."""
 
-    name: str = Field("actor_critic", description="which policy: actor_critic, flow, or your.module:Class")
+    name: str = Field("actor_critic", description="kind: actor_critic, flow, vla, native_vla, pi0 or your.module:Class")
     distribution: Literal["auto", "gaussian", "squashed", "gsde", "discrete", "tokens"] = Field(
         "auto", description="auto: discrete if the env's actions are, else gaussian; gsde: smooth noise; tokens: bins"
     )
     bins: int = Field(64, ge=2, description="tokens: number of bins per action dim, evenly spaced over [-1, 1]")
-    sde_sample_freq: int = Field(4, gt=0, description="gsde: decisions for which a robot keeps its exploration noise")
+    sde_sample_freq: int = Field(4, gt=0, description="gsde: decisions for which a robot keeps its random function")
     init_std: float = Field(0.6, gt=0, le=5, description="gaussian, squashed, gsde: initial standard deviation")
     normalize_actions: bool = Field(False, description="gaussian, gsde: actions normalised by demonstrations")
 
@@ -82,12 +82,12 @@ class DenoisingConfig(Section):
     sampling_steps: int = Field(4, gt=0, description="denoising steps per decision, in training and evaluation")
     method: Literal["flow_sde", "flow_sde_one_step", "flow_noise", "denoising_mdp", "fpo"] = Field(
         "flow_sde",
-        description="how RL draws and scores noise; flow_sde_one_step: one random step per decision, so updates are "
-        "K times cheaper; fpo: only the start is random, and the flow-matching loss is the score",
+        description="how RL samples and scores actions; flow_sde_one_step: one random step per decision, so updates "
+        "are cheaper; fpo: only the initial noise is random, and the flow-matching loss replaces the log-prob",
     )
-    noise_level: float = Field(0.5, gt=0, description="eta if noise is not learned: scale of the noise of a step")
+    noise_level: float = Field(0.5, gt=0, description="eta: scale of the noise of a step, if it is not learned")
     noise_range: tuple[float, float] = Field((0.08, 0.16), description="smallest and largest std if noise is learned")
-    kernel: Literal["sde", "noise"] = Field("sde", description="denoising_mdp: the noise of flow_sde or flow_noise")
+    kernel: Literal["sde", "noise"] = Field("sde", description="denoising_mdp: noise as in flow_sde or flow_noise")
     denoising_steps: int | None = Field(
         None, gt=0, description="denoising_mdp: number of last steps that are random and scored; null: all"
     )
@@ -103,7 +103,7 @@ class DenoisingConfig(Section):
 class FlowConfig(DenoisingConfig, EncoderConfig, CriticConfig):
     """Action chunks by flow matching: a transformer denoises them in a few steps."""
 
-    name: str = Field("flow", description="which policy: actor_critic, flow, or your.module:Class")
+    name: str = Field("flow", description="kind: actor_critic, flow, vla, native_vla, pi0 or your.module:Class")
     width: int = Field(128, gt=0, description="width of the action transformer")
     layers: int = Field(2, gt=0, description="layers of the action transformer")
     heads: int = Field(4, gt=0, description="attention heads of the action transformer")
@@ -117,10 +117,10 @@ class FlowConfig(DenoisingConfig, EncoderConfig, CriticConfig):
 class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
     """pi0 through transformers: a vision-language model, and an action expert that denoises chunks by flow matching."""
 
-    name: str = Field("pi0", description="which policy: actor_critic, flow, pi0, or your.module:Class")
+    name: str = Field("pi0", description="kind: actor_critic, flow, vla, native_vla, pi0 or your.module:Class")
     model_path: str | None = Field(None, description="required: folder of a pi0 saved by transformers' save_pretrained")
     tokenizer: str | None = Field(
-        None, description="folder with a tokenizer; null: the checkpoint's; bytes: one token per byte, for fresh models"
+        None, description="folder with a tokenizer; null: the checkpoint's; bytes: a token per byte (untrained models)"
     )
     cameras: tuple[str, ...] = Field((), description="cameras that it reads, in the checkpoint's order; []: all")
     horizon: int | None = Field(None, gt=0, description="planned steps: the checkpoint's chunk_size, or null")
@@ -128,18 +128,20 @@ class PI0PolicyConfig(DenoisingConfig, CriticConfig, LoraConfig):
         None, gt=0, description="denoising steps per decision; null: the checkpoint's num_inference_steps"
     )
     frozen: tuple[str, ...] = Field((), description="frozen weights: patterns as in lora_targets; not with LoRA")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of computations; log-probs: fp32 or finer")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of computations; log-probs: >= fp32")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of frozen weights; trained weights are fp32")
     attention: Literal["eager", "sdpa"] = Field("eager", description="transformers' attention implementation")
-    normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
+    normalize_observations: bool = Field(True, description="normalise the state (running or demonstration statistics)")
     normalize_actions: bool = Field(True, description="denoise actions normalised by the demonstrations' statistics")
 
 
 class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     """A custom vision-language-action model, from a checkpoint."""
 
-    name: str = Field("vla", description="which policy: actor_critic, flow, vla, or your.module:Class")
-    model_path: str | None = Field(None, description=".safetensors, index, .pth or Hugging Face folder; null: fresh")
+    name: str = Field("vla", description="kind: actor_critic, flow, vla, native_vla, pi0 or your.module:Class")
+    model_path: str | None = Field(
+        None, description="weights: .safetensors, its index, .pth, or a Hugging Face folder; null: random weights"
+    )
     model_class: str | None = Field(None, description="package.module:Class, or package.module.Class")
     model_settings: dict = Field({}, description="constructor arguments of the class; alias: policy.model_config")
     strict: bool = Field(True, description="require every weight of the model in the checkpoint, and no other")
@@ -152,12 +154,14 @@ class VLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     images: Literal["float", "uint8"] = Field("float", description="values of rgb: 0..1 (float), or 0..255 (uint8)")
     tokenizer: str = Field("bytes", description="bytes, text (strings), checkpoint (that of model_path), or a folder")
     max_tokens: int | None = Field(None, gt=0, description="instructions are padded to this length; null: the longest")
-    normalize_observations: bool = Field(False, description="scale proprio by running mean/std or imitate's statistics")
+    normalize_observations: bool = Field(False, description="normalise the state (running or demonstration statistics)")
     normalize_actions: bool = Field(False, description="the model predicts actions normalised by demonstrations")
     draws: Literal["rows", "batch"] = Field(
-        "rows", description="without sample(): draw per robot, or for all at once (faster, repeats per batch only)"
+        "rows",
+        description="for models without sample(): one forward pass per robot (rows; reproducible for any batch), or "
+        "one for all robots (batch; faster, reproducible for the same batch only)",
     )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of computations; log-probs: fp32 or finer")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="dtype of computations; log-probs: >= fp32")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of frozen weights; trained weights are fp32")
     device_map: dict = Field({}, description="pattern of frozen modules: device they stay on, e.g. {vision: cpu}")
     frozen: tuple[str, ...] = Field((), description="patterns of names of weights that do not learn, e.g. [vision]")

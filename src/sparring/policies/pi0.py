@@ -284,6 +284,6 @@ def _processor_settings(folder: Path) -> dict:
             settings = read_json(folder / name)
             inner = settings.get("image_processor", settings)
             if not isinstance(inner, dict):
-                raise UserError(f"'{folder / name}': image_processor is {inner!r}, expected names with values")
+                raise UserError(f"'{folder / name}': image_processor is {inner!r}, expected names mapped to values")
             return inner
     return {}

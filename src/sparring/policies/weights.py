@@ -170,7 +170,7 @@ def name_matches(pattern: str, name: str) -> bool:
         return True
     try:
         return re.fullmatch(pattern, name) is not None
-    except re.error:  # a glob such as *.q_proj is no valid regex
+    except re.error:  # a glob such as *.q_proj is not a valid regex
         return False
 
 
@@ -223,7 +223,7 @@ def read_json(file: Path) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"'{file}' cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"'{file}' holds a {type(values).__name__}, expected names with values; download it again")
+        raise UserError(f"'{file}' holds a {type(values).__name__}, expected names mapped to values; download it again")
     return values
 
 
@@ -238,7 +238,7 @@ def _read(file: Path) -> Weights:
     if file.suffix in _PICKLED:
         return _read_pickled(file)
     kinds = f".safetensors, .safetensors{_INDEX}, {', '.join(_PICKLED)}, or a folder in Hugging Face format"
-    raise UserError(f"policy.model_path '{file}': '{file.suffix}' is no format of weights; expected {kinds}")
+    raise UserError(f"policy.model_path '{file}': '{file.suffix}' is not a format of weights; expected {kinds}")
 
 
 def _read_shards(index: Path) -> Weights:
@@ -246,7 +246,7 @@ def _read_shards(index: Path) -> Weights:
         shard_of = json.loads(index.read_text())["weight_map"]
         shards = sorted(set(shard_of.values()))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise UserError(f"'{index}' is no index of weights; expected JSON with a 'weight_map'") from None
+        raise UserError(f"'{index}' is not an index of weights; expected JSON with a 'weight_map'") from None
     outside = [name for name in shards if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise UserError(f"'{index}' names files outside its folder ({outside[0]!r}); put shards next to it")
@@ -268,7 +268,7 @@ def _read_pickled(file: Path) -> Weights:
     except pickle.UnpicklingError as error:
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code is None:
-            raise UserError(f"'{file}' is damaged, or no torch checkpoint; download it again") from None
+            raise UserError(f"'{file}' is damaged, or not a torch checkpoint; download it again") from None
         safe = file.with_suffix(".safetensors")
         convert = (
             f"import torch; from safetensors.torch import save_file; m = torch.load('{file}', map_location='cpu', "
@@ -288,7 +288,7 @@ def _read_pickled(file: Path) -> Weights:
             inside = inside[name]
     if not isinstance(inside, dict) or not inside or not all(isinstance(x, torch.Tensor) for x in inside.values()):
         holds = ", ".join(map(str, list(inside)[:8])) if isinstance(inside, dict) else f"a {type(inside).__name__}"
-        expected = f"names with tensors, at the top level or under {', '.join(_INSIDE)}"
+        expected = f"names mapped to tensors, at the top level or under {', '.join(_INSIDE)}"
         raise UserError(f"'{file}' holds {holds or 'nothing'}; expected {expected}")
     return inside
 

@@ -19,7 +19,7 @@ from sparring.processes.files import flush, open_regular, read_small, refuse_spe
 
 _ENDING = re.compile(rb', "row": ([1-9][0-9]{0,14}), "crc": "([0-9a-f]{8})"\}$')
 _CHECKSUM = 20  # bytes of the checksum at the end of a row, including the bracket
-_LONGEST = 60  # maximal bytes of an ending
+_LONGEST = 60  # maximum size in bytes of the end of a row
 _NAMED = 3  # rows that a message lists
 _NEAR_THE_END = 1 << 16  # bytes at the end that are searched first for the last row
 _DIGITS = 19  # longer integers are not read

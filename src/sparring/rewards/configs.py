@@ -13,29 +13,34 @@ class RewardsConfig(Section):
     """Weights of the explorer's reward terms; 0 disables a term."""
 
     name: Literal["default", "original"] = Field(
-        "default", description="preset of weights; original: those of the source documents"
+        "default", description="preset of weights; original: those of F1-VLA's documents"
     )
     # a weight of 1 leads some explorers away from objects: docs/log.md
     memory_divergence: float = Field(
-        0.3, ge=0, description="decrease of the distance between the memory from the explorer's and from all cameras"
+        0.3,
+        ge=0,
+        description="decrease of the distance between two memories of the world model: one computed from the "
+        "explorer's cameras, one from all cameras",
     )
     memory_change: float = Field(0.0, ge=0, description="change of the world model's memory")
     prediction_error: float = Field(0.0, ge=0, description="cross-entropy of the true next frame")
     prediction_entropy: float = Field(0.0, ge=0, description="entropy of the prediction")
-    disagreement: float = Field(1.0, ge=0, description="disagreement between the members of the world model")
+    disagreement: float = Field(1.0, ge=0, description="disagreement between the world model's ensemble members")
     latent_surprise: float = Field(0.0, ge=0, description="prediction error beyond the predicted entropy")
     learning_progress: float = Field(
         0.0, ge=0, description="decrease of the prediction error over training; needs a world model that learns"
     )
     rnd: float = Field(0.0, ge=0, description="novelty of the next frame (random network distillation)")
     task_success: float = Field(0.0, ge=0, description="1 for an episode that ends in success")
-    task_reward: float = Field(0.0, ge=0, description="the env's own reward; with terms in finetune 1 unless set")
+    task_reward: float = Field(0.0, ge=0, description="the env's own reward; in finetune with rewards.terms, default 1")
     terms: dict = Field(
         default_factory=dict,
         description="user-defined terms in finetune: your.module:function -> weight, added to the env's reward",
     )
     divergence: Literal["potential", "original"] = Field(
-        "potential", description="memory_divergence: d - discount * d', or the original -(d' - d) - 0.07 d"
+        "potential",
+        description="memory_divergence from the distances d before and d' after a decision; "
+        "potential: d - discount * d'; original: -(d' - d) - 0.07 d",
     )
     divergence_discount: float = Field(0.99, gt=0, le=1, description="memory_divergence: discount per decision")
     clip: float = Field(5.0, gt=0, description="limit of a normalised term, in standard deviations")
@@ -58,7 +63,7 @@ def _meaning(field: str) -> str | None:
 
 
 class OriginalRewardsConfig(RewardsConfig):
-    """Weights of the explorer's reward terms as in the source documents; 0 disables a term."""
+    """Weights of the explorer's reward terms as in F1-VLA's documents; 0 disables a term."""
 
     name: Literal["default", "original"] = Field("original", description=_meaning("name"))
     memory_divergence: float = Field(1.0, ge=0, description=_meaning("memory_divergence"))

@@ -2,7 +2,7 @@
 
 checkpoint-<n>/
   model.safetensors     weights and normaliser statistics; large models: shards and model.safetensors.index.json
-  training_state.pt     optimiser, counters, random states, states of the robots (tensors and plain values only)
+  training_state.pt     optimiser, counters, states of random generators and robots (tensors and plain values only)
   config.yaml           the resolved config of the run
   spec.json             observations and actions of the env, so that the policy can be rebuilt without the env
   manifest.json         sizes and checksums of these files; dtypes and shapes of tensors; the update; written last
@@ -59,7 +59,7 @@ _reported: set[Path] = set()
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be used; the message says why."""
+    """A checkpoint cannot be used; the message states the reason."""
 
 
 def save_checkpoint(
@@ -73,8 +73,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/checkpoint-<update>`. A kill at any time leaves earlier checkpoints unchanged.
 
-    `approve` is called before the checkpoint gets its final name. If it raises, no checkpoint is written.
-    """
+    `approve` is called before the checkpoint gets its final name. If it raises, no checkpoint is written."""
     target = folder / f"checkpoint-{update}"
     if os.path.lexists(target):
         if not (wrong := damage_of(target)):  # saving an update a second time writes the same content
@@ -152,8 +151,7 @@ def _shards(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 def _write_weights(file: HashedFile, weights: dict[str, torch.Tensor]) -> dict[str, list]:
     """Write the same bytes as `safetensors.torch.save_file`, without a copy of all weights. Tensors may share memory.
 
-    Returns what `_tensors_in` reads from the file.
-    """
+    Returns what `_tensors_in` reads from the file."""
     kinds = [*_DTYPES]
     names = sorted(weights, key=lambda name: (kinds.index(weights[name].dtype), name))
     head: dict[str, dict] = {}
@@ -258,7 +256,7 @@ def _damage(checkpoint: Path) -> list[str]:
         found.append("config.yaml belongs to another run")
     stored = {name: kind for file in shards for name, kind in _tensors_in(checkpoint / file).items()}
     differing = [name for name in stored.keys() | tensors.keys() if stored.get(name) != tensors.get(name)]
-    return found + ([f"{MANIFEST} lists other tensors: {', '.join(differing[:_NAMED])}"] if differing else [])
+    return found + ([f"{MANIFEST} and the weights disagree on: {', '.join(differing[:_NAMED])}"] if differing else [])
 
 
 def _unusable(checkpoint: Path) -> list[str]:
@@ -288,10 +286,9 @@ def _is_numbered(path: Path) -> bool:
 
 
 def remove_old(folder: Path, keep: int, newest: Path) -> None:
-    """Keep the last `keep` checkpoints up to `newest`, which was just saved; delete the rest of interrupted saves.
+    """Keep the last `keep` checkpoints up to `newest`, which was just saved; delete leftovers of interrupted saves.
 
-    Checkpoints after `newest` are damaged, otherwise the run would have resumed from them; they stay.
-    """
+    Checkpoints after `newest` are damaged, otherwise the run would have resumed from them; they stay."""
     found = checkpoints(folder)
     for path in found[: found.index(newest) + 1][:-keep]:
         # renamed first: an interrupted deletion must not look like a damaged checkpoint. If that fails, it stays

@@ -110,5 +110,5 @@ def _measured(phase: Phase, td: TensorDict, stored: int, what: str) -> list[str]
     parameters = sum(p.numel() for p in phase.model.parameters())
     # peak memory of this process, in MiB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    memory = f"{stored / 2**20:.3g} MiB of {what}, {peak:.0f} MiB at most"
+    memory = f"{stored / 2**20:.3g} MiB of {what}, {peak:.0f} MiB peak"
     return [*lines, f"memory: {parameters:,} parameters, {memory}"]

@@ -41,7 +41,7 @@ _TRAINED_BY = {
     "world_model": ("world models", ("teacher", "adversarial")),
     "policy": ("explorers", ("student", "adversarial")),
 }
-# dtypes of frozen weights; they are converted into each other
+# dtypes of frozen weights; each is converted to the other if needed
 _CAST = {torch.float32, torch.bfloat16}
 # keys of a training state, at any depth, whose values are counts
 _COUNTERS = {"updates", "env_steps", "episodes", "decision", "gradient_steps", "fits", "warmups"}
@@ -68,8 +68,7 @@ def diverged(config: Config, updates: int, unfit: str) -> Diverged:
 def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> None:
     """Refuse to resume with other settings than the saved ones; only limits and harmless settings may differ.
 
-    A setting that was not saved must have its default.
-    """
+    A setting that was not saved must have its default."""
     now = flatten(config.dump())
     free = (*FREE_TO_DIFFER, *LIMITS, *_NOT_READ.get(config.phase, ()))
     shown = {
@@ -136,8 +135,7 @@ def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
 def load_part(model: nn.Module, section: str, path: str, key: str, config: Config, env: Env) -> None:
     """Load the weights of the part of an earlier run that `section` of its config built.
 
-    Raises a UserError if the settings or specs of the two runs differ. `key`: the setting that gave `path`.
-    """
+    Raises a UserError if the settings or specs of the two runs differ. `key`: the setting that gave `path`."""
     folder = checkpoint_folder(path)
     trained = saved_settings(folder)
     if other := other_origin(section, trained["phase"]):
@@ -149,7 +147,7 @@ def load_part(model: nn.Module, section: str, path: str, key: str, config: Confi
         differences = [f"{k} was {trained.get(k)} and is {v}" for k, v in now.items() if trained.get(k) != v]
         differences += spec_differences(_predicted(load_spec(folder)), _predicted(env.spec))
     if differences:
-        advice = "leave out these settings (they are taken from that run), or train another"
+        advice = "leave out these settings (they are taken from that run), or train a new one with them"
         raise UserError("\n".join([f"{key}={path}: does not fit this run:", *differences, advice]))
     # an adversarial run saves both parts, under these prefixes
     load_weights(model, folder, f"{section}." if trained["phase"] == "adversarial" else "")
@@ -168,13 +166,13 @@ def load_pretrained(model: nn.Module, path: str | Path, env: Env) -> str:
     has_spec = (folder / "spec.json").is_file()
     differences = spec_differences(load_spec(folder), env.spec) if has_spec else []
     trained = saved_settings(folder)
-    # a padded state has the same shape for other contents, so these settings are compared too
+    # padded states with different contents have the same shape, so these settings are compared too
     for key in [f"env.{name}" for name in (*_SAME_MEANING, "object_state")]:
         now = getattr(env.config, key.removeprefix("env."), None)
         if trained.get(key, now) != now:
             differences.append(f"{key} was {trained[key]} and is {now}")
     if differences:
-        what = f"pretrained={path}: was trained in another env; leave out these settings, or train another:"
+        what = f"pretrained={path}: was trained in another env; leave out these settings, or train a new run with them:"
         raise CheckpointError("\n".join([what, *differences]))
     return load_weights(model, path, may_be_new=getattr(model, "may_be_new", ()), may_lack_adapters=True)
 
@@ -190,8 +188,7 @@ def load_weights(
 
     `prefix` selects one of several models in a checkpoint by the start of its keys. A part of the model whose name
     (with a dot) is in `may_be_new` keeps its initial weights if the file has none of them. `may_lack_adapters`: if the
-    file has no LoRA weights, the adapters keep their initial weights. Returns a description for the log.
-    """
+    file has no LoRA weights, the adapters keep their initial weights. Returns a description for the log."""
     file = cast(Path, weights_file(find_checkpoint(path)))
     expected = model.state_dict()
     given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}

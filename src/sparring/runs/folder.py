@@ -68,7 +68,7 @@ class RunFolder:
                 pass  # a folder in use is refused before anything is built
         if resume == "never":
             return None
-        # without a checkpoint there is nothing to mix with: after a failed start any run may use the folder
+        # without a checkpoint no two runs can be mixed: after a failed start any run may use the folder
         if found := checkpoints(path):
             newest = cast(Path, newest_whole(path))
             saved = saved_settings(newest)
@@ -104,18 +104,18 @@ class RunFolder:
     def open(self) -> None:
         """Prepare the folder. Call it after `make_room`, inside `folder_lock`."""
         path = self.path
-        # the rest of interrupted saves and deletions
+        # leftovers of interrupted saves and deletions
         for partial in path.glob(".partial-checkpoint-*"):
             shutil.rmtree(partial, ignore_errors=True)
         for partial in path.glob("videos/*.partial"):
             partial.unlink(missing_ok=True)
         if checkpoints(path):
             return
-        # files of a run that was stopped before its first checkpoint; this run writes them again
+        # files of a run that ended before its first checkpoint; this run writes them again
         earlier = [path / name for name in (*ROW_FILES, "wandb/id")]
         if earlier[0].exists() or (path / "status.json").exists():
             effect = "starts from the beginning and replaces the recorded metrics (logs and videos stay)"
-            log.warning("'%s' holds an earlier try that left no checkpoint: %s", path, effect)
+            log.warning("'%s' holds an earlier attempt without a checkpoint: %s", path, effect)
         try:
             for file in earlier:
                 file.unlink(missing_ok=True)
@@ -197,8 +197,7 @@ def folder_lock(folder: Path | None) -> Iterator[None]:
 class Status:
     """Writes status.json atomically, so that no reader sees half of it. Without a folder it writes nothing.
 
-    `resumed`: keep what an earlier start of the run wrote; all of it if the run was finished.
-    """
+    `resumed`: keep what an earlier start of the run wrote; all of it if the run was finished."""
 
     def __init__(self, folder: Path | None, phase: str, task: str, system: dict, resumed: bool = False):
         self.file = folder / "status.json" if folder else None

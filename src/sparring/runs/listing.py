@@ -50,7 +50,7 @@ class RunState:
 def find_runs(*roots: Path) -> list[RunState]:
     """The runs in `roots` and below them, without duplicates, the most recently written first."""
     if wrong := [root for root in roots if not root.is_dir()]:
-        raise UserError(f"'{wrong[0]}' is no folder; give the folder that contains your runs")
+        raise UserError(f"'{wrong[0]}' is not a folder; give the folder that contains your runs")
     found = dict.fromkeys(run for root in roots for run in run_folders(root))
     return sorted(map(_read_run, found), key=lambda run: run.age)
 
@@ -83,7 +83,7 @@ def why_no_checkpoint(folder: Path) -> str | None:
     if not found:
         return None
     more = f" or {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"'{folder}' is no run folder but contains some; give {', '.join(map(str, found[:_NAMED]))}{more}"
+    return f"'{folder}' is not a run folder but contains some; give {', '.join(map(str, found[:_NAMED]))}{more}"
 
 
 def _is_run_folder(path: Path) -> bool:
@@ -114,8 +114,7 @@ def _read_run(folder: Path) -> RunState:
 def lives(folder: Path, status: dict) -> bool | None:
     """Whether the process that wrote this status is alive; None: unknown.
 
-    Checks the lock; on a file system without locks the process id, which another process may have after a restart.
-    """
+    Checks the lock; on a file system without locks the process id, which another process may have after a restart."""
     held = is_held(folder)
     if held is not None or status.get("host") != platform.node() or not isinstance(status.get("pid"), int):
         return held

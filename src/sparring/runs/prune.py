@@ -44,10 +44,9 @@ class Pruning:
     def plan(cls, run: Path, keep_best: int, keep_last: int) -> "Pruning":
         """Plan the deletion; deletes nothing. A checkpoint ranks by the latest evaluation at or before its update.
 
-        Only intact checkpoints count as kept; damaged ones after the newest intact one are not touched.
-        """
+        Only intact checkpoints count as kept; damaged ones after the newest intact one are not touched."""
         if not run.is_dir():
-            raise UserError(f"'{run}' is no folder; give a run folder")
+            raise UserError(f"'{run}' is not a folder; give a run folder")
         if is_held(run):
             raise UserError(f"'{run}': a process is training there; wait until it is done, or omit this folder")
         last_whole, found = newest_whole(run), checkpoints(run)
@@ -67,7 +66,7 @@ class Pruning:
         ranked = sorted(rated, key=lambda path: rated[path][0], reverse=True)
         best, last = (_whole(paths, most) for paths, most in ((ranked, keep_best), (reversed(found), keep_last)))
         kept = {path: "last" for path in last} | {path: rated[path][1] for path in best}
-        # also the rest of interrupted saves
+        # also leftovers of interrupted saves
         removed = [*run.glob(".partial-checkpoint-*"), *(path for path in found if path not in kept)]
         kept = {path: kept[path] for path in found if path in kept}
         return cls(run, kept, {path: size_of(path) for path in removed}, bool(rated))

@@ -1,4 +1,4 @@
-"""Run: the training loop. It owns the run folder, the seeds and resuming; the phase hides how it trains."""
+"""Run: the training loop. It owns the run folder, the seeds and resuming; the phase implements the training."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ _GRACE_S = 20.0
 
 
 class Run:
-    """One training run; `folder=False` writes no files. A given `phase` comes with its `run_log`; else it is built."""
+    """One training run; `folder=False` writes no files. `phase` and `run_log` are given together, or built here."""
 
     def __init__(
         self, config: Config, phase: Phase | None = None, folder=True, quiet=False, run_log: RunLog | None = None
@@ -72,7 +72,7 @@ class Run:
         quiet = quiet or not self.distributed.is_main or config.logging.console_level not in ("DEBUG", "INFO")
         self.console = _RunConsole(quiet=quiet, title=f"{config.phase}  {self.folder or ''}".rstrip())
         self.checkpoints, self.evaluator = _Checkpoints(), _Evaluator()
-        # a changed limit that the run has reached already
+        # whether the run has already reached a changed limit
         self.limit_passed = False
         # nothing is written before all settings were checked
         if self.folder:
@@ -175,7 +175,7 @@ class Run:
                     if isinstance(error, StageFailed) and interrupt.requested and saved:
                         return False
                     raise
-                # all processes must leave together
+                # all processes must leave the loop in the same iteration
                 if self.distributed.max(float(interrupt.requested)):
                     self._stop_early()
                     return False
@@ -185,7 +185,7 @@ class Run:
     def _save_after_failure(self, error: Exception, updated: bool, how: str) -> None:
         """Save the last complete update, or the batch of a diverged one. `updated`: it failed after the update."""
         if updated:
-            # the evaluation was cut short; with several processes the others wait for it, so none can save
+            # the evaluation failed; with several processes the others still wait for it, so none can save
             if isinstance(error, StageFailed) and self.distributed.world_size == 1:
                 self._stop_early(how)
         elif isinstance(error, Diverged):
@@ -198,7 +198,7 @@ class Run:
             pass
         elif unfit := not_finite(self.phase.model, self.phase.model.state_dict(), self.phase.state_dict()):
             self.console.end()
-            log.warning("failed and is not saved: NaN, infinite or impossible numbers in %s", unfit)
+            log.warning("the run failed and is not saved: NaN, infinite or impossible numbers in %s", unfit)
         # collecting failed after a complete update; a run that fails in its first update saves nothing
         elif self.phase.progress.updates:
             self._stop_early(how)
@@ -345,7 +345,7 @@ class _Checkpoints:
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         if run.phase.progress.updates % run.config.training.save_every == 0:
             self.save(run)
-            # a run that is killed now is as far as its checkpoint
+            # so that status.json of a run that is killed now agrees with its checkpoint
             run.status.progress(run.phase.progress, run.fraction, at_once=True)
             run.recorder.record_next_video(run)
 
@@ -396,7 +396,7 @@ class _Evaluator:
         return bool(every) and run.phase.progress.updates % every == 0
 
     def catch_up(self, run: Run) -> None:
-        """Do the evaluation that is missing because the run was killed after it had saved."""
+        """Do an evaluation that is missing because the run was killed between saving and evaluating."""
         updates = run.phase.progress.updates
         if self._is_due(run) and run.checkpoints.saved_at == updates != self.newest[0]:
             is_missing = run.folder and updates not in {line["update"] for line in run.recorder.evaluations()}
@@ -404,7 +404,7 @@ class _Evaluator:
                 self.evaluate(run)
 
     def evaluate(self, run: Run) -> EvaluationResult | None:
-        """Evaluate at most once per update; if the limit was passed already, keep the recorded evaluation."""
+        """Evaluate at most once per update; if the limit has already been reached, keep the recorded evaluation."""
         updates, evaluation = self.newest
         if updates == run.phase.progress.updates:
             return evaluation

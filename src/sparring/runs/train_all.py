@@ -31,8 +31,7 @@ _CURVES = {"rollout/contact_share": "share of decisions that touch an object", "
 def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "auto", trust: bool = False) -> int:
     """Train all phases. Returns 0 or the exit code of the phase that failed or was interrupted.
 
-    The same call resumes in that phase.
-    """
+    The same call resumes in that phase."""
     if resume not in ("auto", "never"):
         advice = "give auto (resume) or never (start from scratch), or name a phase to branch off"
         raise UserError(f"--resume {resume}: not possible with `train all`; {advice}")
@@ -79,8 +78,7 @@ def train_all(given: list[Setting], output: Path, gpus: int = 1, resume: str = "
 def _settings_of(phase: str, given: list[Setting], output: Path) -> list[Setting]:
     """The settings of `given` for this phase, without `<another phase>.<section>.<key>`, and those that the chain adds.
 
-    `teacher.coloured` is an ordinary setting; `teacher.training.iterations` sets `training.iterations` for it alone.
-    """
+    `teacher.coloured` is an ordinary setting; `teacher.training.iterations` sets `training.iterations` for it alone."""
     added = {key: str(_folder_of(other, output)) for key, other in _STARTS_FROM[phase].items()}
     added["output"] = str(_folder_of(phase, output))
     # later settings override earlier ones

@@ -19,12 +19,12 @@ class TokenWorldModelConfig(LoraConfig):
 
     name: str = Field("token", description="kind of world model: token, or your.module:Class")
     preset: Literal["tiny", "small"] = Field(
-        "tiny", description="values of the null sizes; tiny: ~1.3 M parameters, for a CPU; small: ~27 M, for a GPU"
+        "tiny", description="values of sizes that are null; tiny: ~1.3 M parameters, for a CPU; small: ~27 M, for a GPU"
     )
     tokenizer: Literal["context_fsq", "fsq", "vq"] = Field(
         "context_fsq", description="a token encodes the change of a patch (context_fsq) or its appearance (fsq, vq)"
     )
-    levels: Levels = Field((8, 8, 8), description="levels of each digit of an fsq token")
+    levels: Levels = Field((8, 8, 8), description="number of levels of each dimension of an fsq token")
     codebook_size: int = Field(512, ge=2, description="number of vq tokens")
     tokenizer_steps: int = Field(2000, ge=0, description="gradient steps of the tokenizer alone; then it is frozen")
     channels: int | None = Field(None, gt=0, description="channels of the tokenizer's convolutions; null: the preset's")
@@ -36,8 +36,8 @@ class TokenWorldModelConfig(LoraConfig):
     trunk: str | None = Field(
         None,
         validate_default=True,
-        description="folder of a native VLA or of transformers' pi0 whose transformer replaces the shared block; null: "
-        "a new block; lora_* applies to this transformer",
+        description="folder of a native VLA or of transformers' pi0, whose transformer replaces the transformer block "
+        "that all ensemble members share; null: a new block; lora_* applies to this transformer",
     )
     remembers: bool = Field(True, description="false: empty the memory before each decision, as an ablation")
     language_features: int = Field(32, ge=0, description="features of the instruction; 0: it is not an input")

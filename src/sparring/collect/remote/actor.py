@@ -1,9 +1,9 @@
 """The actor process of rollout.mode=async: it has the env and a copy of the policy, and collects rollouts.
 
 Run as `python -m sparring.collect.remote.actor <fd>`, where fd is its end of a pipe to the learner. Rollout k starts
-when version k - staleness of the weights or a newer one is published, and uses the newest. The learner may reduce the
-staleness later. The slot of rollout k is k modulo (initial staleness + 1), which the learner does not need any more by
-then. The process ends when the pipe is closed, which also happens if the learner dies.
+as soon as weights of version (k - staleness) or newer are published, and uses the newest version. The learner may
+reduce the staleness later. Rollout k is written to slot k modulo (initial staleness + 1): before it starts, the learner
+has finished with the earlier rollout in that slot. The process ends when the pipe closes, e.g. if the learner dies.
 """
 
 import logging

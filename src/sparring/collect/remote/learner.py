@@ -245,7 +245,7 @@ class RemoteCollector(BaseCollector):
         behind = self.version - report.version
         metrics = report.metrics | {"queue_depth": float(len(self._finished)), "staleness": float(behind)}
         metrics["staleness_allowed"] = float(self.allowed)
-        # 0 or 1, so that means over updates are shares
+        # 0 or 1, so that their averages over updates are shares of rollouts
         metrics |= {f"behind_{versions}": float(versions == behind) for versions in range(self.staleness + 1)}
         metrics["actor_wait_seconds"] = idle = metrics.pop("wait_seconds", 0.0)
         metrics["actor_idle"] = idle / (idle + metrics["collect_seconds"] + metrics["handover_seconds"])

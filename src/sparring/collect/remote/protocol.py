@@ -86,7 +86,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _InSlot:
-    """Replaces a tensor in a message that is in shared memory."""
+    """Placeholder in a message for a tensor that is in shared memory."""
 
     key: Key
 
@@ -135,7 +135,7 @@ class TensorSlots:
 
 
 def _map(content: Any, function: Callable[[Key, Any], Any], key: Key = ()) -> Any:
-    """Returns the same dicts and lists with function(key, part) instead of each part that is neither."""
+    """Returns a copy of nested dicts and lists in which function(key, leaf) replaces each leaf."""
     if isinstance(content, dict):
         return {name: _map(part, function, (*key, str(name))) for name, part in content.items()}
     if isinstance(content, list):

@@ -72,11 +72,11 @@ PRESETS = {
 class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     """A vision-language-action model like pi0: a prefix of images and text, and an action expert that denoises."""
 
-    name: str = Field("native_vla", description="which policy: native_vla, flow, or your.module:Class")
+    name: str = Field("native_vla", description="kind: actor_critic, flow, vla, native_vla, pi0 or your.module:Class")
     preset: Literal["tiny", "small", "pi0"] = Field(
         "tiny", description="defaults of the sizes below; tiny: 1 M parameters, for a CPU; small: 80 M; pi0: 3.2 B"
     )
-    model_path: str | None = Field(None, description="folder of save_model, or transformers' pi0; null: fresh weights")
+    model_path: str | None = Field(None, description="folder of save_model, or transformers' pi0; null: random weights")
     tokenizer: str | None = Field(None, description="folder with tokenizer.json, or bytes; null: checkpoint's or bytes")
     horizon: int | None = Field(None, gt=0, description="planned steps; null: pi0's chunk_size or rollout.action_steps")
     sampling_steps: int | None = Field(  # type: ignore[assignment]
@@ -84,11 +84,11 @@ class NativeVLAConfig(DenoisingConfig, CriticConfig, LoraConfig):
     )
     text_tokens: int = Field(256, gt=0, description="maximum number of tokens of an instruction")
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="dtype of computations and of frozen weights; log-probs: fp32 or finer"
+        "fp32", description="dtype of computations and of frozen weights; log-probs: >= fp32"
     )
     fast: bool | None = Field(None, description="act (not score) with compiled CUDA graphs; null: on a GPU in bf16")
     frozen: tuple[str, ...] = Field((), description="patterns of the names of weights that do not learn, e.g. vision.*")
-    normalize_observations: bool = Field(True, description="scale state by running mean/std, or imitate's statistics")
+    normalize_observations: bool = Field(True, description="normalise the state (running or demonstration statistics)")
     normalize_actions: bool = Field(True, description="denoise actions normalised by the demonstrations' statistics")
     memory_size: int = Field(0, ge=0, description="size of the memory of an episode, an extra token; 0: no memory")
     image_size: int | None = Field(None, gt=0, description="images are resized to this side; null: the preset's")

@@ -26,7 +26,7 @@ from sparring.policies.weights import (
 )
 from sparring.processes.memory import explain_oom, oom_message
 
-# keys of a Hugging Face config.json that are no constructor arguments
+# keys of a Hugging Face config.json that are not constructor arguments
 _NOT_SETTINGS = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map")
 # exceptions of a constructor that does not fit its arguments
 _CONSTRUCTOR_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ImportError, OSError)
@@ -76,7 +76,7 @@ def import_model_class(model_class: str | type | None) -> type:
             raise UserError("policy.model_class is not set; give your class, e.g. my.models:MyVLA")
         module, _, name = model_class.rpartition(":" if ":" in model_class else ".")
         if not module:
-            raise UserError(f"policy.model_class '{model_class}' is no import path; expected package.module:Class")
+            raise UserError(f"policy.model_class '{model_class}' is not an import path; expected package.module:Class")
         found = resolve(f"{module}:{name}", {}, "policy.model_class")
         if not isinstance(found, type):
             raise UserError(f"policy.model_class '{model_class}' is a {type(found).__name__}; expected a class")
@@ -88,7 +88,7 @@ def import_model_class(model_class: str | type | None) -> type:
 def _check_interface(model_class: type) -> None:
     where = f"policy.model_class '{model_class.__module__}:{model_class.__qualname__}'"
     if not issubclass(model_class, nn.Module):
-        raise UserError(f"{where} is no torch.nn.Module; expected class {model_class.__name__}(nn.Module)")
+        raise UserError(f"{where} is not a torch.nn.Module; expected class {model_class.__name__}(nn.Module)")
     missing, missing_flow = _missing(model_class, _DOCUMENTED), _missing(model_class, _FLOW)
     if missing and missing_flow:
         methods = ", ".join(_DOCUMENTED[name] for name in missing)
@@ -236,7 +236,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise UserError(f"policy.device_map: '{name}' is no device; expected cpu, cuda or cuda:<index>") from None
+        raise UserError(f"policy.device_map: '{name}' is not a device; expected cpu, cuda or cuda:<index>") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"policy.device_map: '{name}', but torch finds {torch.cuda.device_count()} GPUs")
     return device

@@ -151,7 +151,7 @@ class Kernels:
 
 
 def _tile(name: str, x, rows: int, N: int = 0, K: int = 0) -> dict:
-    """Launch settings of a kernel. Tiles are narrowed to divide sizes that are no multiples of them."""
+    """Launch settings of a kernel. Tiles are narrowed to divide sizes that are not multiples of them."""
     tile = next(tiles for limit, tiles in TILES.items() if rows <= limit)[name] | _overlap(x, rows)
     if K:
         if K % (16 * tile.get("SPLITS", 1)):
