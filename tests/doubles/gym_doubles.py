@@ -167,3 +167,34 @@ class Shows(gymnasium.Env):
     def step(self, action):
         self.actions.append(action)
         return self.value, 0.0, False, False, {}
+
+
+class Follows(gymnasium.Env):
+    """A point in a plane that should reach a goal. Has an instruction, a camera and an expert."""
+
+    metadata = {"render_modes": [], "render_fps": 10}
+    max_episode_steps = 20
+    action_space = spaces.Box(-2.0, 2.0, (2,), np.float32)
+    observation_space = spaces.Dict(
+        state=spaces.Box(-np.inf, np.inf, (4,), np.float64),
+        eye=spaces.Box(0, 255, (8, 16, 3), np.uint8),
+        text=spaces.Text(32),
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.point, self.goal = self.np_random.uniform(-1, 1, (2, 2))
+        return self._observed(), {}
+
+    def step(self, action):
+        self.point = self.point + 0.1 * np.asarray(action, np.float64)
+        near = bool(np.linalg.norm(self.goal - self.point) < 0.1)
+        return self._observed(), float(near), near, False, {"success": near}
+
+    def expert_action(self):
+        return np.clip(10 * (self.goal - self.point), -2, 2).astype(np.float32)
+
+    def _observed(self):
+        side = "left" if self.goal[0] < 0 else "right"
+        eye = np.full((8, 16, 3), 40 if side == "left" else 200, np.uint8)
+        return {"state": np.concatenate([self.point, self.goal]), "eye": eye, "text": f"go to the {side}"}
