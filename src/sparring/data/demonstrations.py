@@ -313,8 +313,12 @@ class ActionChunks:
         shown = {name: spec.observation[name][0] for name in _NUMBERS if name in spec.observation}
         self._refuse_missing_entries(spec, shown)
         self._observation = {name: self._joined(f"observation.{name}", shape) for name, shape in shown.items()}
-        self._text = self._text_of_each_step(spec) if "instruction" in spec.observation else None
-        self._task = self._task_of_each_step(spec) if self._text is None else None
+        # which instruction each step has [F]; free text [I, L], or None where the env lists its instructions
+        self._texts: torch.Tensor | None = None
+        if "instruction" in spec.observation:
+            self._texts, self._task = self._text_of_each_step(spec)
+        else:
+            self._task = self._task_of_each_step(spec)
         self._action = self._joined("action", (spec.action_dim,))
         self._action_padding = spec.action_padding
 
@@ -335,11 +339,10 @@ class ActionChunks:
     def observation(self, step: torch.Tensor) -> dict:
         """The observation at the steps [B]."""
         found: dict = {name: values[step] for name, values in self._observation.items()}
-        if self._text is not None:
-            texts, index = self._text
-            found["instruction"] = texts[index[step]]
-        else:
+        if self._texts is None:
             found["task"] = self._task[step]
+        else:
+            found["instruction"] = self._texts[self._task[step]]
         if self._cameras:
             found["image"] = {camera: self._images(camera, step.numpy()) for camera in self._cameras}
         return found
@@ -376,7 +379,8 @@ class ActionChunks:
 
     def _text_of_each_step(self, spec: EnvSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """The instructions `[I, L]` of all datasets as UTF-8, and the index of each step `[F]`."""
-        rows, indices, (length,) = [], [], spec.observation["instruction"][0]
+        rows: list[np.ndarray] = []
+        indices, (length,) = [], spec.observation["instruction"][0]
         for demos, steps in zip(self.demonstrations, np.diff(self._starts), strict=True):
             indices.append(len(rows) + demos.dataset.columns["task_index"][:steps])
             for text in map(str.encode, demos.instructions):

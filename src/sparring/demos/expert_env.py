@@ -80,7 +80,8 @@ class _Gymnasium:
 
     def __init__(self, config: GymConfig, robots: int, limit: int | None, noise: float, seed: int):
         self.env, self._noise, self._seed, self._name = SerialBackend(config, robots, limit), noise, seed, config.name
-        self.spec, self.robot_type, self.names = self.env.spec, config.name, {}
+        self.spec, self.robot_type = self.env.spec, config.name
+        self.names: dict[str, list[str]] = {}
         self.step, self.close = self.env.step, self.env.close
         self._robots = self.env.robots
         if not hasattr(self._robots[0].env, "expert_action") or self.spec.discrete_actions:
@@ -96,7 +97,9 @@ class _Gymnasium:
         return self.env.reset(seeds)
 
     def expert(self) -> np.ndarray:
-        steps = np.stack([robot.actions.encode(robot.env.expert_action()) for robot in self._robots])
+        envs: list[Any] = [robot.env for robot in self._robots]
+        chosen = [env.expert_action() for env in envs]
+        steps = np.stack([robot.actions.encode(action) for robot, action in zip(self._robots, chosen, strict=True)])
         if self._noise:
             steps += self._noise * np.stack([rng.standard_normal(steps.shape[1]) for rng in self._rngs])
         return np.clip(steps, -1, 1)[:, None]

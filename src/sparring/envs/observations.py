@@ -70,8 +70,9 @@ class ObservationMap:
         for key in (key for key in roles if key.startswith(f"{INFO}/")):
             if roles[key] != "instruction":
                 raise UserError(f"env.roles={{{key}: {roles[key]}}}; expected instruction, for a text in info")
-            parts = [("instruction", (_INFO_BYTES,), "uint8", _utf8(_INFO_BYTES))]
-            self.entries.append(_Entry((INFO, key.removeprefix(f"{INFO}/")), None, "instruction", parts))
+            path = (INFO, key.removeprefix(f"{INFO}/"))
+            part = ("instruction", (_INFO_BYTES,), "uint8", _utf8(_INFO_BYTES))
+            self.entries.append(_Entry(path, None, "instruction", [part]))
         self.spec = self._spec()
         self.info_keys = [str(entry.path[1]) for entry in self.entries if entry.space is None]
 
@@ -191,8 +192,8 @@ class ObservationMap:
         if kind == "image":
             if (channels_last := _channels_last(shape)) is None:
                 raise self._unfit(name, role, space, "uint8 [H, W], [H, W, 1 or 3] or [1 or 3, H, W]")
-            size = shape[:2] if channels_last else shape[1:]
-            convert, made = _image(space, len(shape), channels_last), ((3, *size), "uint8")
+            pixels = shape[:2] if channels_last else shape[1:]
+            convert, made = _image(space, len(shape), channels_last), ((3, *pixels), "uint8")
         elif kind == "depth":
             if (area := _depth_size(shape)) is None:
                 raise self._unfit(name, role, space, "[H, W], [H, W, 1] or [1, H, W]")

@@ -62,11 +62,11 @@ class ObservationEncoder(nn.Module):
             self.requires_grad_(False)
         self.is_costly = self.images is not None or self.points is not None
 
-        parts = [
+        parts: list[tuple[list[str], int]] = [
             (self.cameras, getattr(self.images, "features", 0)),
             (["points"] if self.points is not None else [], config.point_features),
             (["state"] if state_size else [], state_size),
-            ([self.language.texts.source] if self.language is not None else [], config.language_features),
+            ([self.language.texts.source or ""] if self.language is not None else [], config.language_features),
         ]
         self.in_keys = [("observation", *name.split("/")) for names, _ in parts for name in names]
         self.size = sum(size for names, size in parts if names)

@@ -64,8 +64,17 @@ INSTRUCTIONS = {
     "window-close-v3": "close the window",
     "window-open-v3": "open the window",
 }
-_MT10 = ("reach", "push", "pick-place", "door-open", "drawer-open", "drawer-close", "button-press-topdown")
-_MT10 += ("peg-insert-side", "window-open", "window-close")
+_MT10 = [
+    "reach",
+    "push",
+    "pick-place",
+    "door-open",
+    "drawer-open",
+    "drawer-close",
+    "button-press-topdown",
+    "peg-insert-side",
+]
+_MT10 += ["window-open", "window-close"]
 SETS = {"mt10": tuple(f"{name}-v3" for name in _MT10), "mt50": tuple(INSTRUCTIONS)}
 CAMERAS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 _ROBOT = [0, 1, 2, 3, 18, 19, 20, 21]  # hand position and gripper opening, of this step and of the one before
@@ -123,11 +132,10 @@ class MetaWorld(gymnasium.Env):
         self._drawn: dict[tuple[str, int], Cameras] = {}
         self.task, self._succeeded = tasks[0], False
         self.action_space = self._env.action_space
-        self.observation_space = spaces.Dict(
-            state=spaces.Box(-np.inf, np.inf, (39 if full else len(_ROBOT),), np.float64),
-            instruction=spaces.Text(64),
-            **{camera: spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras},
-        )
+        shown: dict[str, spaces.Space] = {"instruction": spaces.Text(64)}
+        shown["state"] = spaces.Box(-np.inf, np.inf, (39 if full else len(_ROBOT),), np.float64)
+        shown |= {camera: spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
+        self.observation_space = spaces.Dict(shown)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         super().reset(seed=seed)
