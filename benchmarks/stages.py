@@ -23,7 +23,7 @@ PRINTED = ("success_rate", "approx_kl", "explained_variance")
 
 @dataclass(frozen=True)
 class Problem:
-    """Tasks, env settings, demonstrations per task, and env steps of RL."""
+    """Tasks of the built-in robot, or one gymnasium env; env settings, demonstrations per task, and env steps of RL."""
 
     tasks: tuple[str, ...]
     env: list[str]
@@ -32,6 +32,11 @@ class Problem:
     evaluate_every: int = 250_000
     # settings of RL that differ from the recipe
     finetuning: tuple[str, ...] = ()
+    noise: float = 0.0
+
+    @property
+    def is_built_in(self) -> bool:
+        return ":" not in self.tasks[0]
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Stages:
         demos = self.folder / ("demos" if len(self.problem.tasks) == 1 else f"demos_{task}")
         if not (demos / "meta" / "info.json").is_file():
             command = [sys.executable, "-m", "sparring", "demos", task, "--output", str(demos), "--workers", "1"]
-            settings = ["env.control_mode=delta_ee_pos", "env.threads=1", *self.problem.env]
+            settings = ["env.control_mode=delta_ee_pos", "env.threads=1"] if self.problem.is_built_in else []
+            settings += [*self.problem.env, "--noise", str(self.problem.noise)]
             count = ["--episodes", str(self.problem.demonstrations), "--seed", str(self.seed)]
             subprocess.run([*command, *count, *settings], check=True)
         return demos
@@ -82,7 +88,8 @@ class Stages:
         from sparring.config.schema import load_config
         from sparring.config.text import parse_overrides, read_settings
 
-        machine = [f"seed={self.seed}", f"device={self.device}", "threads=1", f"env.threads={self.threads}"]
+        machine = [f"seed={self.seed}", f"device={self.device}", "threads=1"]
+        machine += [f"env.threads={self.threads}"] if self.problem.is_built_in else []
         changes = [change for change in self.changes if not change.startswith(not_for)]
         settings = read_settings(CONFIGS / name) + parse_overrides([*fixed, *machine, *changes])
         return load_config(None, settings)
@@ -162,13 +169,13 @@ def print_summary(results: Path, summary: Callable) -> None:
         print(summary(json.loads(results.read_text())["runs"]))
 
 
-def play(policy, config, episodes: int, greedy: bool) -> list:
-    """Play held-out episodes, the same at each call."""
+def play(policy, config, episodes: int, greedy: bool, robots: int = 48) -> list:
+    """Play held-out episodes, the same at each call. 48 robots: divisible by 1, 2 and 3 tasks."""
     from sparring.envs.env import make_env
     from sparring.evaluation.play import play as play_episodes
 
-    # divisible by 1, 2 and 3 tasks
-    env = make_env(config.env, num_envs=48, device=next(policy.parameters()).device)
+    limit, device = config.rollout.max_episode_steps, next(policy.parameters()).device
+    env = make_env(config.env, robots, limit, device)
     played, _ = play_episodes(policy, env, episodes, config.seed, config.rollout.action_steps, greedy=greedy)
     env.close()
     return played
