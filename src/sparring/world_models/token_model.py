@@ -1,6 +1,6 @@
 """TokenWorldModel: frames as discrete tokens, predicted at once by an ensemble that shares a memory. Letters: N rows, B
-windows of T decisions, V cameras, P patches of all, R registers, W width, K digits of a token with L values each, E size of
-a code, M members of the ensemble, S state dims, D memory."""
+windows of T decisions, V cameras, P patches of all, R registers, W width, K digits of a token with L values each, E
+size of a code, M members of the ensemble, S state dims, D memory."""
 
 import math
 
