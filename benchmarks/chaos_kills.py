@@ -118,7 +118,7 @@ BASE = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=208, help="total, divided among the cases (default: 208)")
-    parser.add_argument("--per-trial", type=int, default=8, help="at most (default: 8)")
+    parser.add_argument("--per-trial", type=int, default=8, help="maximum number of kills of a trial (default: 8)")
 
 
 def trials(name: str, args: argparse.Namespace, work: Path) -> Iterator[dict]:

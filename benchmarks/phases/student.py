@@ -1,4 +1,4 @@
-"""Phase 2: does an explorer that is rewarded for the error of a frozen world model find objects to interact with?
+"""Phase 2: does an explorer that is rewarded for the uncertainty of a frozen world model find objects to interact with?
 
     python benchmarks/phases/teacher.py --seed 0               # first, the world model
     python benchmarks/phases/student.py --seed 0
@@ -6,8 +6,9 @@
     python benchmarks/phases/student.py --summary
 
 One process trains one seed on one thread for at most 10 CPU minutes, so two seeds can run in parallel on two cores; an
-interrupted run (--minutes) resumes when the command is repeated. Then the explorer, which samples its actions as in
-training, plays held-out episodes, compared with uniform and coloured noise on the same episodes. Targets: the reward
+interrupted run (--minutes) resumes when the command is repeated. Then the explorer, which
+samples its actions as in training, runs held-out episodes and is compared with uniform and coloured noise on the same
+episodes. Targets: the reward
 rises; contact with an object in 10 % of the decisions and 3 times as often as the best coloured noise; objects reach
 1.5 times as many voxels as with the best coloured noise. (The voxels that the hands reach are printed without a target:
 noise enters a new one in every other decision, and an explorer that handles objects stays with them.)

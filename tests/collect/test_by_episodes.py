@@ -229,7 +229,7 @@ class Endless(CountingBackend):
             {"rollout": {"n_envs": 4, "group_size": 3, "n_episodes_per_batch": 4}},
             "groups of 3; expected one of 1, 2, 4, or ",
         ),
-        ({"rollout": {"n_envs": 4, "group_size": 2}}, "set rollout.n_episodes_per_batch, too"),
+        ({"rollout": {"n_envs": 4, "group_size": 2}}, "also set rollout.n_episodes_per_batch"),
         (
             {"rollout": {"n_envs": 4, "n_episodes_per_batch": 4}, "buffer": {"type": "vla"}},
             "needs buffer.type=standard",

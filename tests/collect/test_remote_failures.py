@@ -239,9 +239,9 @@ def test_death_of_an_env_worker_ends_the_run(tmp_path, gym_doubles):
         StageFailed, match=r"simulating \(a step of the env\): WorkerError: worker 0 .* died with exit code"
     ):
         Run(load_config(settings)).run()
-    # on a busy machine the failure may be noticed before the third rollout is used
+    # on a busy machine the failure may be noticed before the second and third rollouts are used
     (saved,) = checkpoints(tmp_path / "run")
-    assert saved.name in ("checkpoint-2", "checkpoint-3")
+    assert saved.name in ("checkpoint-1", "checkpoint-2", "checkpoint-3")
 
 
 def test_closing_an_env_ends_its_child_processes(gym_doubles):

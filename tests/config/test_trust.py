@@ -339,7 +339,7 @@ def one(td):
 
 
 @pytest.mark.parametrize("what", ["env", "reward"])
-def test_own_runs_need_no_trust(tmp_path, capsys, what):
+def test_own_runs_need_no_flag(tmp_path, capsys, what):
     folder = tmp_path / "run"
     config = SMALL | OWN[what] | {"output": str(folder)}
     run = Run(load_config(config), quiet=True)

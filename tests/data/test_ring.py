@@ -154,7 +154,7 @@ def test_observations_are_stored_once_and_the_size_is_logged_first(caplog, monke
     with caplog.at_level(logging.INFO, "sparring.data.buffer"):
         ring.add(transition)
     size = ring.bytes()
-    assert f" transitions, {size} bytes in RAM, and 20 bytes for each" in caplog.text
+    assert f" transitions, {size} bytes in RAM, plus 20 bytes for" in caplog.text
     for _ in range(60):
         ring.add(stream.step())
     assert ring.bytes() == size
@@ -191,7 +191,7 @@ def test_the_size_and_the_place_are_logged(caplog, tmp_path):
         VLABuffer(2000).add(transition)
         VLABuffer(2000, memory_limit=1000, folder=tmp_path).add(transition)
     ram, file = (record.getMessage() for record in caplog.records)
-    assert ram.startswith("buffer: 2,000 x 2 transitions, ") and "kB in RAM, and 0.0 kB for each" in ram
+    assert ram.startswith("buffer: 2,000 x 2 transitions, ") and "kB in RAM, plus 0.0 kB for" in ram
     assert f"kB in {tmp_path}" in file
 
 

@@ -308,10 +308,10 @@ def test_contradictory_settings_are_refused():
         FlowPolicy(FlowConfig(horizon=2), RandomEnv(1).spec, 4)
     for wrong, message in (
         ({"method": "denoising_mdp", "denoising_steps": 9}, "denoising_steps=9 is more than"),
-        ({"denoising_steps": 2}, "denoising_steps=2: only policy.method=denoising_mdp reads it, not flow_sde"),
-        ({"method": "flow_noise", "kernel": "noise"}, "kernel=noise: only policy.method=denoising_mdp reads it"),
-        ({"denoising_discount": 0.5}, "denoising_discount=0.5: only"),
-        ({"loss_samples": 4}, "loss_samples=4: only policy.method=fpo reads it, not flow_sde"),
+        ({"denoising_steps": 2}, "denoising_steps=2: read by policy.method=denoising_mdp only, not by flow_sde"),
+        ({"method": "flow_noise", "kernel": "noise"}, "kernel=noise: read by policy.method=denoising_mdp only"),
+        ({"denoising_discount": 0.5}, "denoising_discount=0.5: read by"),
+        ({"loss_samples": 4}, "loss_samples=4: read by policy.method=fpo only, not by flow_sde"),
         ({"method": "fpo", "noise_level": 0.3}, "noise_level=0.3: policy.method=fpo adds no noise"),
         ({"method": "fpo", "noise_range": (0.1, 0.2)}, "noise_range=.*: policy.method=fpo adds no noise"),
         ({"method": "fpo", "consistency": 1.0}, "consistency=1.0: policy.method=fpo scores"),

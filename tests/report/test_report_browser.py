@@ -119,6 +119,7 @@ def test_tooltip_shows_the_values_at_the_pointer(browser, report):
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     visit.page.mouse.move(box["x"] + box["width"] - 12, box["y"] + 100)
+    visit.page.locator("#tip").wait_for()
     shown = visit.text("#tip")
     assert "2,000 steps" in shown and "seed 0, evaluation\n80 %\n60 % to 90 %" in shown
     # with the keyboard

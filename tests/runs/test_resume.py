@@ -335,8 +335,8 @@ def test_changed_limit_is_logged_with_its_schedules(tmp_path, monkeypatch):
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 2}))
     run_to_the_end(config_in(tmp_path, ppo=ppo, training={"iterations": 4}))
     assert (
-        "the limit is now 4 updates, it was 2 updates; ppo.lr_schedule now runs over 4 updates and continues from 50% "
-        "(was at 100%)"
+        "the limit is now 4 updates, it was 2 updates; schedules now run over 4 updates and continue from 50% "
+        "(was 100%): ppo.lr_schedule"
     ) in messages
     last = json.loads((tmp_path / "episode_metrics.jsonl").read_text().splitlines()[-1])
     assert last["lr"] == pytest.approx(0.001 * 0.25)

@@ -157,7 +157,7 @@ _OF_A_PHASE = ("exploration_type", "train_world_model", "train_action_head", "fr
 _EXPLAINED = [line.split(": ", 1) for line in _REASONS.splitlines()]
 UNSUPPORTED = {key: reason for keys, reason in _EXPLAINED for key in keys.split()}
 UNSUPPORTED |= {f"{phase}.{key}": _BY_PHASE for phase in CHAIN for key in _OF_A_PHASE}
-ALWAYS = "Sparring always behaves this way"
+ALWAYS = "this is the default or the only behaviour of Sparring"
 # unsupported keys -> the value that is always in effect here; any other value is refused
 FIXED_VALUES: dict[str, Any] = {"model.lora.bias": "none", "model.lora.task_type": "CAUSAL_LM"}
 FIXED_VALUES |= dict.fromkeys(["debug", "trainer.enable_rt", "trainer.use_wandb", "trainer.use_swanlab"], False)

@@ -24,7 +24,9 @@ from sparring.processes.files import write_whole
 
 FLIPS, AT_A_TIME = 10_000, 500  # random sign vectors of the permutation test, and how many are in memory at once
 SIGNIFICANT = 0.05  # a difference is significant below this p
-FEWEST = 6  # with 5 pairs, all differences have one sign by chance in 1 of 16 cases, so p cannot fall below 0.05
+FEWEST = (
+    6  # with 5 pairs, all differences have one sign by chance in 1 of 16 cases, so p of the permutation test is > 0.05
+)
 # settings that do not change the episodes: what a policy observes and how it acts
 _POLICY_VIEW = "cameras image_size depth points object_state pad_state pad_action control_mode action_scale"
 MAY_DIFFER = SAME_EPISODES + tuple(f"env.{name}" for name in _POLICY_VIEW.split())

@@ -85,7 +85,8 @@ def held_out_decisions(collector: Collector, episodes: int) -> Iterator[tuple[Te
 def play(
     policy: Policy, env: Env, episodes: int, seed: int, chunk: int = 1, greedy: bool = True, videos: int = 0
 ) -> tuple[list[Episode], list[EpisodeVideo]]:
-    """Returns the episodes in the order of their ends, and `videos` videos of first episodes, failures first."""
+    """Returns the episodes in the order of their ends, and `videos` videos of the first episode of a robot each;
+    failures come first."""
     training = policy.training
     policy.eval()
     collector = Collector(env, policy, seed, split="eval", greedy=greedy, chunk=chunk)

@@ -88,7 +88,7 @@ class AdversarialConfig(Section):
     replay_past: float = Field(0.3, ge=0, description="weight of all episodes that the explorer has collected")
     replay_newest: float = Field(0.3, ge=0, description="weight of the newest episodes, one per robot and rollout")
     kl_coef: float = Field(0.02, ge=0, description="weight of the KL divergence from the student's policy; 0: none")
-    generation_every: int = Field(10, gt=0, description="updates per generation, a group of held-out episodes")
+    generation_every: int = Field(10, gt=0, description="number of updates whose held-out episodes form one generation")
     held_out: float = Field(0.125, ge=0, lt=1, description="share of episodes that are never trained on")
     max_gb: float = Field(8.0, gt=0, description="limit of episodes on disk per process, in GB; the oldest are removed")
 

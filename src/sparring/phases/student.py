@@ -1,4 +1,4 @@
-"""`student`: an explorer with fewer cameras than the world model learns from its errors and uncertainty as rewards."""
+"""`student`: an explorer is rewarded for a world model's errors and uncertainty. It has fewer cameras."""
 
 from dataclasses import replace
 from statistics import fmean
@@ -60,7 +60,7 @@ class Student(Finetune):
         seconds = super().collect()
         played = with_following(self.buffer, robots=1)[:, 0]
         valid = played.get("valid", torch.ones_like(played["is_first"]))
-        # indexing by a mask copies, because the next rollout overwrites this memory
+        # indexing by a mask makes a copy: the next rollout overwrites this memory
         self.newest.add(played[valid].select("observation", "action", "is_first", "next"))
         return seconds
 
@@ -79,10 +79,10 @@ def with_cameras(spec: EnvSpec, cameras: tuple[str, ...]) -> EnvSpec:
     """Returns the spec with these cameras only."""
     known = [name.partition("/")[2] for name in spec.observation if name.startswith("image/")]
     if not set(cameras) <= set(known):
-        choose = f"set student.cameras to some of {', '.join(known)}" if known else "it must observe image/<name>"
+        choose = f"set student.cameras to some of {', '.join(known)}" if known else "an explorer needs image/<name>"
         raise UserError(
             f"student.cameras={list(cameras)}, but the env has {', '.join(known) or 'no camera'}; {choose}, or "
-            f"(env.name=tabletop) env.cameras to all cameras of the world model, e.g. [head,{','.join(cameras)}]"
+            f"(env.name=tabletop) set env.cameras to all cameras of the world model, e.g. [head,{','.join(cameras)}]"
         )
     kept = {name: kind for name, kind in spec.observation.items() if name.partition("/")[2] in ("", *cameras)}
     # points come from all cameras together

@@ -70,7 +70,9 @@ class ActorCriticConfig(EncoderConfig, CriticConfig):
         "auto", description="auto: discrete if the env's actions are, else gaussian; gsde: smooth noise; tokens: bins"
     )
     bins: int = Field(64, ge=2, description="tokens: number of bins per action dim, evenly spaced over [-1, 1]")
-    sde_sample_freq: int = Field(4, gt=0, description="gsde: decisions for which a robot keeps its random function")
+    sde_sample_freq: int = Field(
+        4, gt=0, description="gsde: number of decisions for which a robot keeps its noise matrix"
+    )
     init_std: float = Field(0.6, gt=0, le=5, description="gaussian, squashed, gsde: initial standard deviation")
     normalize_actions: bool = Field(False, description="gaussian, gsde: actions normalised by demonstrations")
 

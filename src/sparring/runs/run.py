@@ -245,7 +245,8 @@ class Run:
             limit, schedules = Progress.describe(now), ", ".join(schedules_of(self.config))
             change = f"the limit is now {limit}, it was {Progress.describe(before)}"
             earlier, share = self._share_of(before), self._share_of(now)
-            stretch = f"{schedules} now runs over {limit} and continues from {share:.0%} (was at {earlier:.0%})"
+            continued = f"continue from {share:.0%} (was {earlier:.0%})"
+            stretch = f"schedules now run over {limit} and {continued}: {schedules}"
             log.info("%s; %s", change, stretch if schedules else f"{share:.0%} of that is done")
         if run_folder.holds(checkpoint):
             self.config = run_folder.keep_config(checkpoint, self.config, self.fraction < 1)
@@ -345,7 +346,7 @@ class _Checkpoints:
     def after_update(self, run: Run, metrics: dict[str, float]) -> None:
         if run.phase.progress.updates % run.config.training.save_every == 0:
             self.save(run)
-            # so that status.json of a run that is killed now agrees with its checkpoint
+            # if the run is killed at this point, status.json agrees with the checkpoint
             run.status.progress(run.phase.progress, run.fraction, at_once=True)
             run.recorder.record_next_video(run)
 

@@ -1,5 +1,6 @@
 """TokenWorldModel: frames as discrete tokens, predicted at once by an ensemble that shares a memory. Letters: N rows, B
-windows of T decisions, V cameras, P patches of all, K digits of a token with L values each, S state dims, D memory."""
+windows of T decisions, V cameras, P patches of all, R registers, W width, K digits of a token with L values each, E
+size of a code, M members of the ensemble, S state dims, D memory."""
 
 import math
 
@@ -23,7 +24,7 @@ _PICTURED = 8  # transitions per batch whose frames are decoded: many small step
 # learning rate of the tokenizer relative to the dynamics; weight of the picture loss relative to the token loss
 _TOKENIZER_RATE, _PICTURES = 2.0, 10.0
 _IMAGES = ("observation", "image"), ("next", "observation", "image")
-_NEVER = -1e4  # no digit has these values
+_NEVER = -1e4  # logit of the values that a digit cannot have
 
 
 class TokenWorldModel(WorldModel):

@@ -365,8 +365,8 @@ def _check_settings(config: DenoisingConfig, spec: EnvSpec, chunk: int) -> None:
         unread = [] if method == config.method else [name for name in names if getattr(config, name) != defaults[name]]
         if unread:
             given = ", ".join(f"policy.{name}={getattr(config, name)}" for name in unread)
-            advice = "remove it, or set that method"
-            raise UserError(f"{given}: only policy.method={method} reads it, not {config.method}; {advice}")
+            advice = f"not by {config.method}; remove, or set that method"
+            raise UserError(f"{given}: read by policy.method={method} only, {advice}")
     low, high = config.noise_range
     if not 0 < low < high:
         raise UserError(f"policy.noise_range={[low, high]}: expected 0 < lowest < highest")
