@@ -7,7 +7,7 @@
 One process takes one seed through three stages: Meta-World's scripted policy, with noise, records demonstrations; a
 flow policy is trained on them by imitation; PPO fine-tunes it with a reward of 1 for success. All tasks use the same
 recipe (configs/metaworld_imitate.yaml, configs/metaworld_finetune.yaml) and the full state. The number and the noise of
-the demonstrations were chosen for each task on seeds from 100 on, so that imitation succeeds in 30 to 70 % of the episodes.
+the demonstrations were chosen for each task on seeds from 100 on, so that imitation succeeds in 30 to 70 % of episodes.
 The policy is evaluated greedily on 100 held-out episodes of at most 200 steps; success means that the task was solved
 at some step of the episode. `--scratch` trains a Gaussian policy by PPO on Meta-World's dense reward, from random
 weights and for the same number of env steps.
