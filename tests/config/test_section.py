@@ -309,13 +309,13 @@ ERRORS = {
     "env.cameras=[side]": "env.cameras = [side] (..): expected a list, each one of: head, wrist",
     "env.name=tabletap": (
         "env.name = tabletap (..): unknown env 'tabletap'; nearest: tabletop; known: "
-        "tabletop, gym:ID, or your.module:Class"
+        "tabletop, gym:ID, metaworld:TASK, or your.module:Class"
     ),
     "env.name=CartPole-v1": (
         "env.name = CartPole-v1 (..): unknown env 'CartPole-v1'; did you mean gym:CartPole-v1? known: tabletop, "
-        "gym:ID, or your.module:Class"
+        "gym:ID, metaworld:TASK, or your.module:Class"
     ),
-    "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, gym:ID, or your.module:Class",
+    "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, gym:ID, metaworld:TASK, or your.module:Class",
     "policy.name=mlp": (
         "policy.name = mlp (..): unknown policy 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
         "your.module:Class"
@@ -352,7 +352,7 @@ def test_each_kind_of_error(words):
 def test_keys_of_a_section_of_unknown_class_are_not_checked():
     assert errors_of("env.name=tabletap", "env.kwargs.gravity=1", "ppo.gamma=2") == [
         "env.name = tabletap (from command line): unknown env 'tabletap'; nearest: tabletop; "
-        "known: tabletop, gym:ID, or your.module:Class",
+        "known: tabletop, gym:ID, metaworld:TASK, or your.module:Class",
         "ppo.gamma = 2 (from command line): expected a number >= 0 and <= 1",
     ]
 
@@ -360,7 +360,7 @@ def test_keys_of_a_section_of_unknown_class_are_not_checked():
 def test_without_gymnasium_no_id_is_suggested(monkeypatch):
     monkeypatch.setattr("sparring.config.schema.find_spec", lambda name: None)
     (line,) = errors_of("env.name=CartPole-v1")
-    assert "unknown env 'CartPole-v1'; known: tabletop, gym:ID, or your.module:Class" in line
+    assert "unknown env 'CartPole-v1'; known: tabletop, gym:ID, metaworld:TASK, or your.module:Class" in line
 
 
 @pytest.mark.parametrize("phase", ["finetune", "imitate"])

@@ -1,8 +1,8 @@
 """Does RL improve policies on Meta-World that were trained on a few scripted demonstrations?
 
-    python benchmarks/metaworld.py push --seed 0 --minutes 20     # repeat the command to resume
-    python benchmarks/metaworld.py push --seed 0 --scratch        # the baseline
-    python benchmarks/metaworld.py --summary
+    python benchmarks/metaworld_gain.py push --seed 0 --minutes 20     # repeat the command to resume
+    python benchmarks/metaworld_gain.py push --seed 0 --scratch        # the baseline
+    python benchmarks/metaworld_gain.py --summary
 
 One process takes one seed through three stages: Meta-World's scripted policy, with noise, records demonstrations; a
 flow policy is trained on them by imitation; PPO fine-tunes it with a reward of 1 for success. All tasks use the same
@@ -18,7 +18,7 @@ Target on each seed: success rises by at least 25 points, or to at least 90 %.
 import stages
 from stages import Problem, report
 
-RESULTS = report.RESULTS / "metaworld.json"
+RESULTS = report.RESULTS / "metaworld_gain.json"
 EPISODES, ROBOTS = 100, 10
 GAIN, ENOUGH = 0.25, 0.90
 ENV = ["env.kwargs.reward=sparse", "rollout.max_episode_steps=200"]
