@@ -126,7 +126,8 @@ class MetaWorld(gymnasium.Env):
             raise UserError(f"Meta-World needs the package {error.name}; {install}") from None
         # its experts answer with actions above 1, which the env clips
         warnings.filterwarnings("ignore", message="Constant", module="metaworld")
-        self._make, self._tasks, self._cameras, self._full = ALL_V3_ENVIRONMENTS.get, tasks, cameras, full
+        self._classes: Any = ALL_V3_ENVIRONMENTS
+        self._tasks, self._cameras, self._full = tasks, cameras, full
         self.render_mode, self._size, self._sparse = render_mode, image_size, sparse
         self._envs: dict[str, Any] = {}  # task -> its env, made when it is first drawn
         self._drawn: dict[tuple[str, int], Cameras] = {}
@@ -156,7 +157,8 @@ class MetaWorld(gymnasium.Env):
         """The action of Meta-World's scripted policy in the current state, clipped to [-1, 1]."""
         from metaworld.policies import ENV_POLICY_MAP
 
-        return np.clip(ENV_POLICY_MAP[self.task]().get_action(self._state), -1.0, 1.0).astype(np.float32)
+        experts: Any = ENV_POLICY_MAP
+        return np.clip(experts[self.task]().get_action(self._state), -1.0, 1.0).astype(np.float32)
 
     def render(self) -> np.ndarray:
         return self._draw("corner2", _PICTURE)
@@ -180,7 +182,7 @@ class MetaWorld(gymnasium.Env):
     def _env(self) -> Any:
         """The env of the current task. Its goal is part of the state, and each reset draws a new start."""
         if self.task not in self._envs:
-            env = self._make(self.task)()
+            env = self._classes[self.task]()
             env._partially_observable, env._freeze_rand_vec, env.seeded_rand_vec = False, False, True
             env._set_task_called, env.max_path_length = True, _NO_LIMIT
             vars(env).pop("sawyer_observation_space", None)  # cached with the goal hidden
