@@ -232,7 +232,7 @@ def gym_doubles(monkeypatch):
 
 
 def test_death_of_an_env_worker_ends_the_run(tmp_path, gym_doubles):
-    env = {"name": "gym_doubles:Breaks", "vectorize": "process", "workers": 1}
+    env = {"name": "gym_doubles:Breaks", "vectorize": "process", "workers": 1, "restarts": 0}
     env["kwargs"] = {"how": "kill", "length": 30}
     settings = settings_in(tmp_path) | {"env": env}
     with pytest.raises(
