@@ -29,6 +29,8 @@ import psutil
 
 LATE_S, HANG_S, START_S = 10.0, 60.0, 180.0
 WORDS = ["train", "finetune", "env.name=gym:CartPole-v1", "env.vectorize=process", "env.workers=2", "--envs", "4"]
+# a worker that dies must end the run
+WORDS += ["env.restarts=0"]
 WORDS += ["policy.name=failing_policy:FailingPolicy", "policy.hidden=[16]", "rollout.steps=16", "threads=1"]
 WORDS += ["rollout.mode=async", "rollout.staleness=1", "rollout.watchdog_s=2", "rollout.render_episodes=0"]
 WORDS += ["device=cpu", "training.save_every=5", "training.iterations=1000000000"]

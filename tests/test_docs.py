@@ -343,7 +343,7 @@ MISTAKES = [
     ("planar_reach.py", "reached, False,", "False, False,", "rollout.max_episode_steps"),
     ("planar_reach.py", "- self.hand())", "* np.nan)", "NaN"),
     ("planar_reach.py", "reward, reached,", "[reward, 0], reached,", "expected a number"),
-    ("planar_reach.py", "spaces.Box(-0.2, 0.2, (2,), np.float32)", "spaces.MultiDiscrete([3, 3])", "MultiDiscrete"),
+    ("planar_reach.py", "spaces.Box(-0.2, 0.2, (2,), np.float32)", "spaces.Text(3)", "Text"),
     ("planar_batch.py", ".astype(np.float32)}", "}", "torch.float64, expected torch.float32"),
     ("planar_batch.py", '["state"][ended]}', '["state"]}', "Step.final"),
     ("planar_batch.py", "config: PlanarBatchConfig", "config", "annotated"),

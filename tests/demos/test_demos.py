@@ -386,9 +386,9 @@ def test_two_recordings_do_not_share_a_folder(tmp_path):
     from sparring.demos.record import _held
 
     with (
-        _held(tmp_path / "recording", SHORT),
+        _held(tmp_path / "recording", SHORT, 2),
         pytest.raises(UserError, match="is being recorded by another process"),
-        _held(tmp_path / "recording", SHORT),
+        _held(tmp_path / "recording", SHORT, 2),
     ):
         pass
 
@@ -494,7 +494,7 @@ def test_record_and_show(tmp_path, monkeypatch, capsys):
         (["lift_d0", "--episodes", "1", "--cameras", "nose"], "env.cameras = [nose] (from --cameras): expected a list"),
         (["lift_d0", "--episodes", "1", "--control-mode", "wish"], "env.control_mode = wish (from --control-mode)"),
         (["lift_d0", "--episodes", "1", "env.pad_action=32"], "env.pad_action is not recorded"),
-        (["lift_d0", "--episodes", "1", "env.name=gym:Pendulum-v1"], "env.name=gym:Pendulum-v1 has no scripted"),
+        (["lift_d0", "--episodes", "1", "env.name=gym:Pendulum-v1"], "env.name=gym:Pendulum-v1: to record another env"),
         (["lift_d0", "--episodes", "1", "env.task=push_d0"], "the task is given twice"),
         (["lift_d0", "--episodes", "1", "--config", "no.yaml"], "config file 'no.yaml' cannot be read"),
         (["lift_d0", "--episodes", "1", "--output", "/proc/no"], "--output '/proc/no' cannot be written"),

@@ -257,8 +257,8 @@ def test_custom_tokenizer(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     policy = make(tokenizer=str(tmp_path))
-    assert policy.observations.tokens.ids.tolist() == [[1, 0], [2, 3]]
-    assert policy.observations.tokens.mask.tolist() == [[True, False], [True, True]]
+    assert policy.observations.instructions.ids.tolist() == [[1, 0], [2, 3]]
+    assert policy.observations.instructions.mask.tolist() == [[True, False], [True, True]]
 
 
 def test_a_checkpoint_for_another_number_of_actions_is_refused(tmp_path):
