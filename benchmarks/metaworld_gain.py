@@ -27,8 +27,8 @@ DEMONSTRATIONS = {
     "push": (10, 0.3),
     "pick-place": (10, 0.3),
     "door-open": (5, 0.3),
-    "drawer-open": (5, 0.3),
-    "peg-insert-side": (20, 0.3),
+    "drawer-open": (5, 0.6),
+    "peg-insert-side": (12, 0.3),
 }
 PROBLEMS = {
     task: Problem((f"metaworld:{task}-v3",), ENV, count, 400_000, 100_000, noise=noise)
