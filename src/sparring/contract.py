@@ -10,7 +10,7 @@ writer. Letters: N robots, T decisions, B minibatch, C steps of an action chunk,
     observation/segmentation/<camera>  uint8 [1, H, W]  Env, on request
     observation/points           float32 [P, 6]       Env, on request; xyz in metres, rgb in 0..1
     observation/task             int64                Env; indexes env.tasks
-    observation/instruction      uint8 [L]            Env, instead of task where texts are not known beforehand; UTF-8,
+    observation/instruction      uint8 [L]            Env, instead of task if texts are not listed in advance; UTF-8,
                                                       padded with zeros
     is_first                     bool                 Env
     memory/policy                float32 [M]          Collector, for policies with memory: before the decision;

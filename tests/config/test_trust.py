@@ -14,13 +14,14 @@ import pytest
 import yaml
 from small_runs import SMALL, seal
 
+from sparring import envs
 from sparring.api import load_policy, load_world_model
 from sparring.cli.main import main
 from sparring.config.inherit import inherited_settings
 from sparring.config.resolve import resolve
 from sparring.config.schema import load_config
-from sparring.config.text import parse_overrides
-from sparring.config.trust import TrustError, refuse_code, trusted_settings, trusting
+from sparring.config.text import Setting, parse_overrides
+from sparring.config.trust import SIMULATORS, TrustError, _names_code, refuse_code, trusted_settings, trusting
 from sparring.errors import UserError
 from sparring.processes import manifest
 from sparring.report.run_folder import RunFolder
@@ -568,3 +569,9 @@ def test_trust_ends_with_its_command(hostile):
     folder, _ = hostile(CODE["policy"])
     with trusting(False), pytest.raises(TrustError):
         load_policy(folder)
+
+
+def test_prefixes_of_adapters_are_the_only_trusted_ones():
+    assert set(SIMULATORS) == set(envs.SIMS)
+    assert not _names_code(Setting("env.name", "metaworld:mt10", "config.yaml"))
+    assert _names_code(Setting("env.name", "somebody:mt10", "config.yaml"))

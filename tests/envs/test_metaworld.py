@@ -5,9 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from sparring import envs
 from sparring.cli.main import main
-from sparring.config import trust
 from sparring.contract import text_of
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
@@ -29,10 +27,6 @@ def play(robot, steps):
         _, _, _, success = robot.step([robot.env.expert_action()], reward)
         found.append((float(reward[0]), success, robot._observation["state"].tolist()))
     return found
-
-
-def test_adapters_are_trusted_and_no_other_prefix():
-    assert set(trust.SIMULATORS) == set(envs.SIMS)
 
 
 def test_every_task_of_meta_world_has_an_instruction():

@@ -151,6 +151,8 @@ def test_float_images_are_scaled_where_their_role_says_so():
     assert image.dtype == np.uint8 and (image == 128).all()
     with pytest.raises(ValueError, match="values of 0 to 1"):
         map_of(spaces.Box(-1, 1, (2, 2, 3), np.float32), {"observation": "image/top"})
+    with pytest.raises(ValueError, match="an image needs uint8, or floats"):
+        map_of(spaces.Box(0, 255, (2, 2, 3), np.int32), {"observation": "image/top"})
 
 
 def test_entries_can_be_ignored_and_cameras_renamed():

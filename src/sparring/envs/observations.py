@@ -172,7 +172,7 @@ class ObservationMap:
         )
 
     def _parts(self, name: str, role: str, space: spaces.Space) -> list[tuple[str, tuple[int, ...], str, Convert]]:
-        kind, _, camera = role.partition("/")
+        kind = role.partition("/")[0]
         if kind == "ignore":
             return []
         if kind == "instruction":
@@ -188,6 +188,8 @@ class ObservationMap:
         shape = space.shape[1:] if self.stack else space.shape
         frames = self.stack
         if kind == "image" and len(shape) == 4:
+            if self.stack:
+                raise self._unfit(name, role, space, "one stack of frames, not two")
             frames, shape = shape[0], shape[1:]
         if kind == "image":
             if (channels_last := _channels_last(shape)) is None:
@@ -259,6 +261,8 @@ def _image(space: spaces.Box, dims: int, channels_last: bool) -> Convert:
     is_float = np.issubdtype(space.dtype, np.floating)
     if is_float and not (space.low.min() >= 0 and space.high.max() <= 1):
         raise UserError(f"an image of {space.dtype} needs a Box with values of 0 to 1; got {space}")
+    if not is_float and space.dtype != np.uint8:
+        raise UserError(f"an image needs uint8, or floats of 0 to 1; got {space}")
 
     def convert(value: Any) -> np.ndarray:
         pixels = np.rint(np.asarray(value) * 255).astype(np.uint8) if is_float else value

@@ -31,7 +31,7 @@ class Instructions(nn.Module):
         # a cache: the same few texts come again in each batch
         self.tokens_of = lru_cache(_CACHED)(tokens_of) if self.source == "instruction" else None
         rows = [] if self.tokens_of else list(map(tokens_of, spec.instructions))
-        self.length = length or max(1, *map(len, rows), 1)
+        self.length = length or max([1, *map(len, rows)])
         ids, mask = self._padded(rows)
         self.ids, self.mask = nn.Buffer(ids, persistent=False), nn.Buffer(mask, persistent=False)
 

@@ -138,7 +138,7 @@ def _instructions(config: VLAConfig, spec: EnvSpec) -> Instructions:
 
     def tokens_of(text: str) -> list[int]:
         row = tokenize(text)
-        if config.max_tokens is not None and len(row) > config.max_tokens:
+        if config.tokenizer != "text" and config.max_tokens is not None and len(row) > config.max_tokens:
             advice = "increase it, or set it to null"
             raise UserError(
                 f"policy.max_tokens={config.max_tokens}, but an instruction has {len(row)} tokens; {advice}"
