@@ -86,7 +86,7 @@ def _record_blocks(plan: Plan, spec: EnvSpec, episodes: int, folder: Path, worke
     kept = _recorded_before(folder)
     found, doing = sum(kept.values()), "resuming" if kept else "compiling and recording the first episodes"
     console.progress(min(found / episodes, 1), len(kept) * robots * steps, doing)
-    with _recorders(plan, folder, workers) as start:
+    with _recorders(plan, robots, folder, workers) as start:
         running: set[Future] = set()
         next_block, room_checked = 0, False
         while (needed := _first_enough(kept, episodes)) is None:
@@ -172,10 +172,10 @@ def _refuse_without_room(folder: Path, found: int, episodes: int) -> None:
 
 
 @contextmanager
-def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
+def _recorders(plan: Plan, robots: int, folder: Path, workers: int) -> Iterator:
     """Yields a function that starts to record a block and returns a Future of (number, kept episodes)."""
     if workers == 1:
-        recorder = _BlockRecorder(plan, folder)
+        recorder = _BlockRecorder(plan, robots, folder)
         with ThreadPoolExecutor(1) as pool:
             yield lambda number: pool.submit(recorder, number)
         return
@@ -183,7 +183,7 @@ def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
         plan = replace(plan, env=plan.env.model_copy(update={"threads": usable_cores(workers)}))
     try:
         # a forked process would inherit the threads of simulator and numba in an unknown state
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (plan, folder)) as pool:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (plan, robots, folder)) as pool:
             yield lambda number: pool.submit(_record, number)
     except BrokenProcessPool:
         why = "a worker process died (out of memory?); the same command resumes, try fewer --workers"
@@ -193,13 +193,9 @@ def _recorders(plan: Plan, folder: Path, workers: int) -> Iterator:
 class _BlockRecorder:
     """Records blocks of a plan into `folder`, all with the same env."""
 
-    def __init__(self, plan: Plan, folder: Path):
+    def __init__(self, plan: Plan, robots: int, folder: Path):
         self._plan, self._folder = plan, folder
-        # made for one robot first: how many play together depends on the spec
-        env = plan.make_env(len(plan.tasks))
-        self._robots = plan.robots(env.spec)
-        env.close()
-        self._env = plan.make_env(self._robots)
+        self._robots, self._env = robots, plan.make_env(robots)
         self._vectors = [name for name in ("state", "privileged", "points") if name in self._env.spec.observation]
 
     def __call__(self, number: int) -> tuple[int, int]:
@@ -266,11 +262,11 @@ class _BlockRecorder:
 _recorder: _BlockRecorder  # in a worker process
 
 
-def _begin(plan: Plan, folder: Path) -> None:
+def _begin(plan: Plan, robots: int, folder: Path) -> None:
     """Initialise a worker process; the parent handles Ctrl-C."""
     global _recorder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _recorder = _BlockRecorder(plan, folder)
+    _recorder = _BlockRecorder(plan, robots, folder)
 
 
 def _record(number: int) -> tuple[int, int]:
