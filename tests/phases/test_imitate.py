@@ -125,8 +125,18 @@ def test_images_are_scaled_to_the_size_of_each_camera(tmp_path):
     env.close()
     shapes = {"image/head": (3, 36, 48), "image/wrist": (3, 24, 20)}
     spec = replace(env.spec, observation=env.spec.observation | {k: (s, "uint8") for k, s in shapes.items()})
-    images = sampled(ActionChunks([open_dataset(tmp_path / "two", config, spec)], 1, spec), 5)["observation", "image"]
+    demos = open_dataset(tmp_path / "two", config, spec, ["head", "wrist"])
+    images = sampled(ActionChunks([demos], 1, spec), 5)["observation", "image"]
     assert {f"image/{camera}": tuple(images[camera].shape[1:]) for camera in ("head", "wrist")} == shapes
+
+
+def test_images_that_the_policy_does_not_read_are_not_decoded(folder, tmp_path, monkeypatch):
+    monkeypatch.delattr(Demonstrations, "image_cache")
+    policy = {"use_images": False, "hidden": [16]}
+    config = load_config(settings(folder / "seen", tmp_path / "run", WITH_IMAGES, policy=policy))
+    run = Run(config, folder=False, quiet=True)
+    assert run.phase.learns_from.endswith("from state")
+    assert run.phase.step(0.0)["loss"] > 0
 
 
 @pytest.mark.parametrize("padding", [0, 60])
@@ -138,7 +148,7 @@ def test_privileged_object_poses_are_appended_to_the_state(folder, tmp_path, pad
     config = config.model_copy(update={"pad_state": padding})
     env = make_env(config, 1)
     env.close()
-    demos = open_dataset(folder / "state", config, env.spec)
+    demos = open_dataset(folder / "state", config, env.spec, [])
     np.testing.assert_array_equal(demos.numbers("observation.state"), whole.numbers("observation.state"))
     assert demos.state_dim == 51 and set(demos.episode(0)["observation"].keys()) == {"state", "task"}
     found, right = (each.statistics["observation/state"] for each in (demos, whole))

@@ -294,8 +294,9 @@ class ActionChunks:
     """`sample(B)`: observations of uniformly drawn steps, and the `horizon` actions from each of them on.
 
     Observations match an env with `spec`: other entries are omitted, vectors are padded to its sizes, and
-    `observation/task` indexes its instructions. Uses the first `episodes` of each dataset (None: all). Datasets with
-    images must be opened with cache=True. B drawn steps, H steps of a chunk, A action dims, F steps.
+    `observation/task` indexes its instructions. Images are of the cameras that the datasets were opened with, which
+    needs cache=True. Uses the first `episodes` of each dataset (None: all). B drawn steps, H steps of a chunk, A action
+    dims, F steps.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ class ActionChunks:
         self.episode_lengths = torch.from_numpy(np.concatenate(self.lengths).astype(np.int64))
         self.first_steps = self.episode_lengths.cumsum(0) - self.episode_lengths
         self._ends = self.episode_lengths.cumsum(0).repeat_interleave(self.episode_lengths)
-        self._cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
+        self._cameras = [camera for camera in demonstrations[0].cameras if f"image/{camera}" in spec.observation]
         shown = {name: spec.observation[name][0] for name in _NUMBERS if name in spec.observation}
         self._refuse_missing_entries(spec, shown)
         self._observation = {name: self._joined(f"observation.{name}", shape) for name, shape in shown.items()}

@@ -74,7 +74,8 @@ class Imitate(Phase):
     def from_config(cls, config: Config, distributed: Distributed) -> "Imitate":
         env = make_env(config.env, 1, config.rollout.max_episode_steps, distributed.device)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, distributed.device)
-        demonstrations = [_open_dataset(folder, config.env, env.spec) for folder in config.imitate.demos]
+        cameras = _cameras(policy)
+        demonstrations = [_open_dataset(folder, config.env, env.spec, cameras) for folder in config.imitate.demos]
         _check_padded_states(demonstrations, config.env)
         chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
         updates = config.training.iterations or cls.default_limit[1]
@@ -90,7 +91,7 @@ class Imitate(Phase):
     @property
     def _inputs(self) -> str:
         """The inputs of the policy as text."""
-        shapes = [shape for name, (shape, _) in self.env.spec.observation.items() if name.startswith("image/")]
+        shapes = [self.env.spec.observation[f"image/{camera}"][0] for camera in _cameras(self.policy)]
         # [3, 64, 64] -> 64, [3, 48, 64] -> 48x64; each size once
         sizes = " and ".join(dict.fromkeys("x".join(map(str, dict.fromkeys(shape[1:]))) for shape in shapes))
         images = f"images ({len(shapes)} camera{'s'[: len(shapes) > 1]}, {sizes} px)" if shapes else ""
@@ -239,9 +240,13 @@ def _shifted(images: torch.Tensor, pixels: int, generator: torch.Generator) -> t
     return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
-def _open_dataset(folder: str, env_config: Section, spec: EnvSpec) -> Demonstrations:
+def _cameras(policy: Policy) -> list[str]:
+    """The cameras that the policy reads: images of others are not decoded."""
+    return list(dict.fromkeys(key[2] for key in policy.in_keys if key[:2] == ("observation", "image")))
+
+
+def _open_dataset(folder: str, env_config: Section, spec: EnvSpec, cameras: list[str]) -> Demonstrations:
     """Open a dataset; raises DatasetError with the differences if it does not fit the env."""
-    cameras = [name.removeprefix("image/") for name in spec.observation if name.startswith("image/")]
     # the config of a third-party env may have neither control_mode nor pad_state
     padded = getattr(env_config, "pad_state", 0)
     expected: dict = {"action_dim": spec.action_dim - spec.action_padding, "fps": spec.control_hz}
