@@ -102,7 +102,9 @@ def test_the_first_point_is_the_nearest_to_the_middle():
 def test_few_points_are_repeated_and_an_empty_cloud_is_zeros():
     depth = np.concatenate([depth_of({(0, 0): 2, (3, 5): 4, (1, 2): 1}), depth_of({})])
     colors = np.full((2, 1, 4, 6, 3), [255, 0, 51], np.uint8)
-    clouds = point_clouds(depth, INTRINSICS, np.tile(HERE, (2, 1, 1, 1)), 8, colors, frame=np.tile(np.eye(4), (2, 1, 1)))
+    clouds = point_clouds(
+        depth, INTRINSICS, np.tile(HERE, (2, 1, 1, 1)), 8, colors, frame=np.tile(np.eye(4), (2, 1, 1))
+    )
     assert clouds.shape == (2, 8, 6) and len(np.unique(clouds[0], axis=0)) == 3
     np.testing.assert_array_equal(clouds[0], clouds[0, [0, 1, 2, 0, 1, 2, 0, 1]])
     np.testing.assert_allclose(clouds[0, :, 3:], [[1, 0, 0.2]] * 8, rtol=1e-6)
@@ -122,7 +124,9 @@ def test_clouds_agree_with_a_plain_implementation(seed):
 
 
 @settings(max_examples=40, deadline=None)
-@given(arrays(np.float32, (2, 1, 3, 4), elements=st.sampled_from([0, -1, np.nan, np.inf, 0.5, 1, 2])), st.integers(1, 9))
+@given(
+    arrays(np.float32, (2, 1, 3, 4), elements=st.sampled_from([0, -1, np.nan, np.inf, 0.5, 1, 2])), st.integers(1, 9)
+)
 def test_points_are_pixels_and_each_is_chosen_before_any_is_repeated(depth, count):
     intrinsics, poses = np.array([[[4.0, 0, 2], [0, 4, 1.5], [0, 0, 1]]]), np.tile(HERE, (2, 1, 1, 1))
     clouds = point_clouds(depth, intrinsics, poses, count)

@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from sparring.envs.backend import Arrays
+from sparring.envs.configs import GymConfig
+from sparring.errors import UserError, describe_error
+
 
 def point_clouds(
     depth: Any,
@@ -37,19 +41,79 @@ def point_clouds(
     inputs = (depth, intrinsics, poses, count, colors, low, high, frame)
     if isinstance(depth, np.ndarray):
         with np.errstate(invalid="ignore", over="ignore"):  # pixels without a measurement
-            real = partial(np.asarray, dtype=np.float64)
+            real: Callable = partial(np.asarray, dtype=np.float64)
             return _clouds(np, real, np.take_along_axis, _farthest, *inputs).astype(np.float32)
     import torch
 
-    if depth.is_cuda:
-        from sparring.envs.points_gpu import farthest_on_gpu as sampler
-    else:
-
-        def sampler(points, inside, centre, count):
-            return torch.from_numpy(_farthest(points.numpy(), inside.numpy(), centre.numpy(), count))
-
     real = partial(torch.as_tensor, dtype=torch.float64, device=depth.device)
-    return _clouds(torch, real, torch.take_along_dim, sampler, *inputs).float()
+    return _clouds(torch, real, torch.take_along_dim, _farthest_of_tensors, *inputs).float()
+
+
+class EnvCloud:
+    """The point cloud of a gymnasium env. `camera_model(name)` of the env returns the intrinsics `[3, 3]` and the pose
+    `[4, 4]` of a camera at the latest step, `gripper_pose()` the pose of the gripper, as `point_clouds` has them."""
+
+    def __init__(self, env: Any, config: GymConfig, shapes: dict[str, tuple[int, ...]], stacked: bool):
+        """`shapes`: of the env's images and depths, by their roles."""
+        self._env, self._config, self.count = env, config, config.points
+        self.depth = {key: np.zeros(shape, np.float32) for key, shape in shapes.items() if key.startswith("depth/")}
+        given, sizes = f"env.points={config.points}: {config.name}", {depth.shape[1:] for depth in self.depth.values()}
+        if stacked:
+            raise UserError(f"{given} stacks frames; set env.points=0, or remove FrameStackObservation")
+        if not self.depth:
+            advice = "adapters add them by env.kwargs.depth=true, env.roles={KEY: depth/CAMERA} declares others"
+            raise UserError(f"{given} has no depth; {advice}")
+        if len(sizes) > 1:
+            listed = ", ".join(f"{key} {list(depth.shape[1:])}" for key, depth in self.depth.items())
+            raise UserError(
+                f"{given} has depths of several sizes ({listed}); give all of them one size, or ignore some"
+            )
+        methods = {"camera_model": "camera_model(name) -> (intrinsics [3, 3], pose [4, 4])"}
+        methods |= {"gripper_pose": "gripper_pose() -> pose [4, 4]"} if config.points_frame == "gripper" else {}
+        for name, signature in methods.items():
+            if not callable(getattr(env, name, None)):
+                advice = "or set env.points_frame=world" if name == "gripper_pose" else "or set env.points=0"
+                raise UserError(f"{given} has no method {signature}; add it (docs/simulators.md), {advice}")
+        self._images = [key.replace("depth/", "image/", 1) for key in self.depth]
+        self._colored = all(shapes.get(key, ())[1:] in sizes for key in self._images)
+        self.shape = (config.points, 6 if self._colored else 3)
+
+    def write(self, arrays: Arrays, row: int) -> None:
+        """Write the points of row `row`, from the images and depths there and the other depths in `depth`."""
+        config, frame = self._config, None
+        # [1, C, H, W]
+        depth = np.stack([arrays[key][row, 0] if key in arrays else own[0] for key, own in self.depth.items()])[None]
+        colors = None
+        if self._colored:
+            # [C, 3, H, W] -> [1, C, H, W, 3]
+            colors = np.moveaxis(np.stack([arrays[key][row] for key in self._images]), 1, -1)[None]
+        cameras = [self._camera(key.removeprefix("depth/")) for key in self.depth]
+        intrinsics, poses = (np.stack(each) for each in zip(*cameras, strict=True))
+        if config.points_frame == "gripper":
+            frame = self._matrix(self._env.gripper_pose(), 4, "gripper_pose()")[None]
+        low, high = config.points_low, config.points_high
+        clouds = point_clouds(depth, intrinsics, poses[None], self.count, colors, low, high, frame)
+        arrays["points"][row] = clouds[0]
+
+    def describe(self) -> str:
+        frame, colored = self._config.points_frame, "with" if self._colored else "without"
+        return f"points, {self.count} of all depths, {colored} colours, in the frame of the {frame}"
+
+    def _camera(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        method = f"camera_model({name!r})"
+        try:
+            intrinsics, pose = self._env.camera_model(name)
+        except (LookupError, TypeError, ValueError) as error:
+            expected = "expected (intrinsics [3, 3], pose [4, 4])"
+            raise UserError(f"{method} of {self._config.name} failed: {describe_error(error)}; {expected}") from error
+        return self._matrix(intrinsics, 3, f"{method}[0]"), self._matrix(pose, 4, f"{method}[1]")
+
+    def _matrix(self, value: Any, size: int, name: str) -> np.ndarray:
+        matrix = np.asarray(value, np.float64)
+        if matrix.shape != (size, size) or not np.isfinite(matrix).all():
+            expected = f"expected finite numbers [{size}, {size}]"
+            raise UserError(f"{name} of {self._config.name} is {matrix.tolist()}; {expected}")
+        return matrix
 
 
 def _clouds(
@@ -92,6 +156,16 @@ def _middle(xp: Any, points: Any, inside: Any, least: float, most: float) -> Any
     if math.isfinite(least) and math.isfinite(most):
         return xp.full_like(points[:, 0], 0.5 * (least + most))
     return 0.5 * (xp.amin(xp.where(inside, points, math.inf), 1) + xp.amax(xp.where(inside, points, -math.inf), 1))
+
+
+def _farthest_of_tensors(points: Any, inside: Any, centre: Any, count: int) -> Any:
+    if points.is_cuda:
+        from sparring.envs.points_gpu import farthest_on_gpu
+
+        return farthest_on_gpu(points, inside, centre, count)
+    import torch
+
+    return torch.from_numpy(_farthest(points.numpy(), inside.numpy(), centre.numpy(), count))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
