@@ -108,7 +108,7 @@ def test_wrong_names_and_arguments_are_refused(name, kwargs, message):
 def test_only_the_frames_of_decisions_are_drawn():
     one = robot("reach-v3", cameras=["corner2", "gripperPOV"], image_size=48)
     drawn = []
-    one.env._draw = lambda camera, size: drawn.append(camera) or np.full((size, size, 3), len(drawn), np.uint8)
+    one.env._draw = lambda camera, size: drawn.append(camera) or (np.full((size, size, 3), len(drawn), np.uint8), None)
     arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in one.spec.observation.items()}
     one.reset(0)
     one.write(arrays, 0)

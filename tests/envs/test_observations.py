@@ -8,6 +8,7 @@ import pytest
 from gymnasium import spaces
 
 from sparring.contract import text_of
+from sparring.envs.configs import GymConfig
 from sparring.envs.observations import ObservationMap
 
 UINT8 = {"low": 0, "high": 255, "dtype": np.uint8}
@@ -18,7 +19,7 @@ def image_space(*shape):
 
 
 def map_of(space, roles=None):
-    return ObservationMap(SimpleNamespace(observation_space=space), "test", roles or {})
+    return ObservationMap(SimpleNamespace(observation_space=space), GymConfig(name="test", roles=roles or {}))
 
 
 def written(space, value, roles=None, info=None):
@@ -89,7 +90,7 @@ def test_a_frame_stack_wrapper_stacks_states_and_gray_images():
         observation_space = spaces.Dict(gray=image_space(8, 9), x=spaces.Box(-1, 1, (2,)))
 
     env = gymnasium.wrappers.FrameStackObservation(Env(), 3)
-    observations = ObservationMap(env, "test", {})
+    observations = ObservationMap(env, GymConfig(name="test"))
     assert observations.spec == {
         **{f"image/gray_{k}": ((3, 8, 9), "uint8") for k in range(3)},
         "state": ((6,), "float32"),
@@ -105,7 +106,7 @@ def test_depth_and_point_clouds_are_recognised_by_their_names_and_shapes():
     depth = np.arange(48.0).reshape(6, 8)
     value = {"head_depth": depth[..., None], "wrist_depth": depth, "point_cloud": np.ones((50, 6))}
     result = written(space, value)
-    for name in ("head_depth", "wrist_depth"):
+    for name in ("head", "wrist"):
         assert result[f"depth/{name}"].shape == (1, 6, 8) and (result[f"depth/{name}"][0] == depth).all()
     assert result["points"].shape == (50, 6) and map_of(spaces.Dict(pcd=spaces.Box(-1, 1, (9, 3)))).spec == {
         "points": ((9, 3), "float32")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from sparring.config.section import Section
 
@@ -85,6 +85,9 @@ class TabletopConfig(Section):
     threads: int = Field(0, ge=0, description="simulation and rendering threads of a robot group; 0: cores / groups")
 
 
+Corner = tuple[float, float, float]
+
+
 class GymConfig(Section):
     """A gymnasium env, by its id."""
 
@@ -103,3 +106,19 @@ class GymConfig(Section):
         description="what an observation is for: image/NAME, depth/NAME, points, state, instruction or ignore; "
         "others are inferred",
     )
+    points: int = Field(
+        0, ge=0, le=8192, description="points in observation/points, of all cameras with depth; 0: none"
+    )
+    points_low: Corner | None = Field(None, description="points are cropped to a box of the world: its lowest x, y, z")
+    points_high: Corner | None = Field(None, description="highest x, y, z of the box, metres; null: no limits")
+    points_frame: Literal["world", "gripper"] = Field(
+        "world", description="frame of the points; gripper: position and rotation of the gripper, from the env"
+    )
+
+    @field_validator("points_high")
+    @classmethod
+    def _above_low(cls, high: Corner | None, info: ValidationInfo) -> Corner | None:
+        low = info.data.get("points_low")
+        if low and high and not all(least < most for least, most in zip(low, high, strict=True)):
+            raise ValueError(f"expected more than points_low={list(low)} in x, y and z")
+        return high

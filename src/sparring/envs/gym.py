@@ -99,7 +99,7 @@ class GymRobot:
     def __init__(self, config: GymConfig, max_episode_steps: int | None = None):
         self.env, self._limit = _make_env(config, max_episode_steps)
         self._name = config.name
-        self.observations = ObservationMap(self.env, config.name, config.roles)
+        self.observations = ObservationMap(self.env, config)
         self.actions = _ActionMap(self.env.action_space, config.name)
         self.spec = EnvSpec(
             observation=self.observations.spec,

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -16,7 +16,11 @@ from gymnasium import spaces
 
 from sparring.config.text import shortened
 from sparring.envs.backend import Arrays
+from sparring.envs.configs import GymConfig
 from sparring.errors import UserError
+
+if TYPE_CHECKING:
+    from sparring.envs.points import EnvCloud
 
 ROLES = re.compile(r"(image|depth)/[A-Za-z0-9_.-]+|points|state|instruction|ignore")
 INFO = "info"  # `info/<key>` names a text in the info of `reset`
@@ -37,6 +41,7 @@ class _Entry:
     # (key of the contract, shape, dtype, conversion of a value); several for a stack of images
     parts: list[tuple[str, tuple[int, ...], str, Convert]]
     where: slice | None = None  # its place in "state"
+    in_points: bool = False  # a depth that becomes points only
 
     @property
     def name(self) -> str:
@@ -51,8 +56,9 @@ class _Entry:
 
 
 class ObservationMap:
-    def __init__(self, env: gymnasium.Env, env_name: str, roles: dict[str, str]):
-        self.env_name = env_name
+    def __init__(self, env: gymnasium.Env, config: GymConfig):
+        self.env_name, roles = config.name, config.roles
+        env_name = config.name
         self.stack = _stacked_frames(env)
         leaves = dict(_leaves(env.observation_space))
         paths = {"/".join(map(str, path)) or "observation": path for path in leaves}
@@ -66,13 +72,20 @@ class ObservationMap:
         self.entries: list[_Entry] = []
         for name, path in paths.items():
             role = roles.get(name) or self._infer(name, short[path], leaves[path])
-            self.entries.append(_Entry(path, leaves[path], role, self._parts(name, role, leaves[path])))
+            parts, in_points = self._parts(name, role, leaves[path]), bool(config.points) and name not in roles
+            self.entries.append(_Entry(path, leaves[path], role, parts, in_points=in_points and "depth/" in role))
         for key in (key for key in roles if key.startswith(f"{INFO}/")):
             if roles[key] != "instruction":
                 raise UserError(f"env.roles={{{key}: {roles[key]}}}; expected instruction, for a text in info")
             path = (INFO, key.removeprefix(f"{INFO}/"))
             part = ("instruction", (_INFO_BYTES,), "uint8", _utf8(_INFO_BYTES))
             self.entries.append(_Entry(path, None, "instruction", [part]))
+        self.cloud: EnvCloud | None = None
+        if config.points:
+            from sparring.envs import points  # here, because it loads numba
+
+            shapes = {key: shape for entry in self.entries for key, shape, *_ in entry.parts}
+            self.cloud = points.EnvCloud(env.unwrapped, config, shapes, bool(self.stack))
         self.spec = self._spec()
         self.info_keys = [str(entry.path[1]) for entry in self.entries if entry.space is None]
 
@@ -83,10 +96,14 @@ class ObservationMap:
             # an adapter's image is a function that draws it: only the observations of decisions are drawn
             value = value() if callable(value) else value
             for key, _, _, convert in entry.parts:
-                if entry.where is None:
+                if entry.in_points and self.cloud is not None:
+                    self.cloud.depth[key][:] = convert(value)
+                elif entry.where is None:
                     arrays[key][row] = convert(value)
                 else:
                     arrays[key][row, entry.where] = convert(value)
+        if self.cloud is not None:
+            self.cloud.write(arrays, row)
 
     def check(self, observation: Any, info: dict) -> None:
         """Raise if the observation has other entries or shapes than the observation space."""
@@ -121,7 +138,9 @@ class ObservationMap:
             if entry.role == "state":
                 made = f"state, {entry.parts[0][1][0]} numbers"
             else:
-                made = ", ".join(key for key, *_ in entry.parts) or "ignored"
+                made = ", ".join(key for key, *_ in entry.parts if not entry.in_points) or "ignored"
+            if self.cloud is not None and "depth/" in entry.role:
+                made = self.cloud.describe() if entry.in_points else f"{made}; {self.cloud.describe()}"
             yield entry.name, f"{given} -> {made}"
 
     def _spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -138,8 +157,15 @@ class ObservationMap:
                     raise UserError(f"{both} of {self.env_name} have the same role {key}; {advice}")
                 else:
                     spec[key] = shape, dtype
+        for entry in (entry for entry in self.entries if entry.in_points):
+            del spec[entry.role]
         if size:
             spec["state"] = (size,), "float32"
+        if self.cloud is not None and "points" in spec:
+            advice = "set env.points=0, or the role of its own points to ignore"
+            raise UserError(f"env.points={self.cloud.count}: {self.env_name} has points of its own; {advice}")
+        if self.cloud is not None:
+            spec["points"] = self.cloud.shape, "float32"
         if not spec:
             raise UserError(f"no observation of {self.env_name} has a role other than ignore; change env.roles")
         return spec
@@ -163,7 +189,7 @@ class ObservationMap:
             if is_image and "depth" not in words:
                 return f"image/{short}"
         elif "depth" in words and _depth_size(shape) is not None:
-            return f"depth/{short}"
+            return f"depth/{re.sub('^depth_|_depth$', '', short)}"  # the name of its camera
         elif len(shape) == 2 and shape[1] in (3, 6) and re.search(r"point|pcd|cloud", words):
             return "points"
         raise UserError(

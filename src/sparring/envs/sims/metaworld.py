@@ -2,6 +2,7 @@
 
 `metaworld:mt10` and `metaworld:mt50` draw one of 10 or 50 tasks for each episode; the instruction names it."""
 
+import functools
 import warnings
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from sparring.envs.sims.mujoco import Cameras, restore_state, saved_state
+from sparring.envs.sims.mujoco import Cameras, camera_model, pose, restore_state, saved_state
 from sparring.errors import UserError
 
 INSTRUCTIONS = {
@@ -77,6 +78,7 @@ _MT10 = [
 _MT10 += ["window-open", "window-close"]
 SETS = {"mt10": tuple(f"{name}-v3" for name in _MT10), "mt50": tuple(INSTRUCTIONS)}
 CAMERAS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
+_UPSIDE_DOWN = "corner2"
 _ROBOT = [0, 1, 2, 3, 18, 19, 20, 21]  # hand position and gripper opening, of this step and of the one before
 _PICTURE = 256  # side of a video frame, pixels
 _NO_LIMIT = 2**31  # Meta-World raises an exception after its own limit
@@ -88,6 +90,7 @@ def make(
     image_size: int = 64,
     state: Literal["full", "robot"] = "full",
     reward: Literal["dense", "sparse"] = "dense",
+    depth: bool = False,
     render_mode: str = "rgb_array",
 ) -> "MetaWorld":
     tasks = SETS.get(name, (name,))
@@ -100,7 +103,9 @@ def make(
         raise UserError(f"env.kwargs.state={state!r}; expected full (with objects and goal) or robot")
     if reward not in ("dense", "sparse"):
         raise UserError(f"env.kwargs.reward={reward!r}; expected dense or sparse (1 at the first success, the end)")
-    return MetaWorld(tasks, cameras, int(image_size), state == "full", reward == "sparse", render_mode)
+    if depth not in (True, False):
+        raise UserError(f"env.kwargs.depth={depth!r}; expected true or false")
+    return MetaWorld(tasks, cameras, int(image_size), state == "full", reward == "sparse", depth, render_mode)
 
 
 class MetaWorld(gymnasium.Env):
@@ -117,6 +122,7 @@ class MetaWorld(gymnasium.Env):
         image_size: int,
         full: bool,
         sparse: bool,
+        depth: bool,
         render_mode: str,
     ):
         try:
@@ -128,7 +134,7 @@ class MetaWorld(gymnasium.Env):
         warnings.filterwarnings("ignore", message="Constant", module="metaworld")
         self._classes: Any = ALL_V3_ENVIRONMENTS
         self._tasks, self._cameras, self._full = tasks, cameras, full
-        self.render_mode, self._size, self._sparse = render_mode, image_size, sparse
+        self.render_mode, self._size, self._sparse, self._depth = render_mode, image_size, sparse, depth
         self._envs: dict[str, Any] = {}  # task -> its env, made when it is first drawn
         self._drawn: dict[tuple[str, int], Cameras] = {}
         self.task, self._succeeded = tasks[0], False
@@ -136,6 +142,8 @@ class MetaWorld(gymnasium.Env):
         shown: dict[str, spaces.Space] = {"instruction": spaces.Text(64)}
         shown["state"] = spaces.Box(-np.inf, np.inf, (39 if full else len(_ROBOT),), np.float64)
         shown |= {camera: spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
+        if depth:
+            shown |= {f"{camera}_depth": spaces.Box(0, np.inf, (image_size, image_size)) for camera in cameras}
         self.observation_space = spaces.Dict(shown)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
@@ -161,7 +169,16 @@ class MetaWorld(gymnasium.Env):
         return np.clip(experts[self.task]().get_action(self._state), -1.0, 1.0).astype(np.float32)
 
     def render(self) -> np.ndarray:
-        return self._draw("corner2", _PICTURE)
+        return self._draw("corner2", _PICTURE)[0]
+
+    def camera_model(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        intrinsics, matrix = camera_model(self._env.model, self._env.data, name, self._size, self._size)
+        # a camera that is turned by half a turn has x and y reversed
+        return intrinsics, matrix * [-1, -1, 1, 1] if name == _UPSIDE_DOWN else matrix
+
+    def gripper_pose(self) -> np.ndarray:
+        """The point between the fingers, with the axes of the hand."""
+        return pose(self._env.tcp_center, self._env.data.body("hand").xmat.reshape(3, 3))
 
     def close(self) -> None:
         for cameras in self._drawn.values():
@@ -191,12 +208,18 @@ class MetaWorld(gymnasium.Env):
 
     def _observed(self, state: np.ndarray) -> dict[str, Any]:
         self._state = state
-        images = {camera: lambda camera=camera: self._draw(camera, self._size) for camera in self._cameras}
-        shown = state if self._full else state[_ROBOT]
-        return {"state": shown, "instruction": INSTRUCTIONS[self.task], **images}
+        shown: dict[str, Any] = {"state": state if self._full else state[_ROBOT]}
+        for camera in self._cameras:
+            # one drawing has image and depth
+            draw = functools.cache(functools.partial(self._draw, camera, self._size))
+            shown[camera] = lambda draw=draw: draw()[0]
+            if self._depth:
+                shown[f"{camera}_depth"] = lambda draw=draw: draw()[1]
+        return {"instruction": INSTRUCTIONS[self.task], **shown}
 
-    def _draw(self, camera: str, size: int) -> np.ndarray:
+    def _draw(self, camera: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Image [size, size, 3] and depth [size, size]."""
         if (self.task, size) not in self._drawn:
             self._drawn[self.task, size] = Cameras(self._env.model, size, size)
-        pixels = self._drawn[self.task, size].draw(self._env.data, camera)
-        return pixels[::-1, ::-1] if camera == "corner2" else pixels  # this camera is mounted upside down
+        image, depth = self._drawn[self.task, size].draw(self._env.data, camera)
+        return (image[::-1, ::-1], depth[::-1, ::-1]) if camera == _UPSIDE_DOWN else (image, depth)

@@ -36,6 +36,7 @@ class Cameras:
         model.vis.global_.offheight = max(model.vis.global_.offheight, height)
         model.vis.global_.offwidth = max(model.vis.global_.offwidth, width)
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        self._context.readDepthMap = mujoco.mjtDepthMap.mjDEPTH_ZEROFAR  # more precise for far points
         model.vis.quality.offsamples = samples
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         self._scene = mujoco.MjvScene(model, maxgeom=model.ngeom + 100)
@@ -43,24 +44,43 @@ class Cameras:
             self._scene.flags[flag] = 0
         self._options = mujoco.MjvOption()
 
-    def draw(self, data: Any, camera: str) -> np.ndarray:
-        """uint8 [H, W, 3]."""
+    def draw(self, data: Any, camera: str) -> tuple[np.ndarray, np.ndarray]:
+        """Image uint8 [H, W, 3] and depth float32 [H, W] along the optical axis, metres; 0 where nothing is."""
         mujoco = self._mujoco
         view = mujoco.MjvCamera()
         view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, self._model.camera(camera).id
         self._gl.make_current()
         everything = mujoco.mjtCatBit.mjCAT_ALL
         mujoco.mjv_updateScene(self._model, data, self._options, None, view, everything, self._scene)
-        pixels = np.empty(self._shape, np.uint8)
+        pixels, depth = np.empty(self._shape, np.uint8), np.empty(self._shape[:2], np.float32)
         rectangle = mujoco.MjrRect(0, 0, self._shape[1], self._shape[0])
         mujoco.mjr_render(rectangle, self._scene, self._context)
-        mujoco.mjr_readPixels(pixels, None, rectangle, self._context)
-        return pixels[::-1]
+        mujoco.mjr_readPixels(pixels, depth, rectangle, self._context)
+        # the buffer has 1 at the near plane and 0 at the far one, linear in 1 / distance
+        planes = self._model.vis.map
+        near, far = planes.znear * self._model.stat.extent, planes.zfar * self._model.stat.extent
+        metres = near * far / (near + depth * (far - near))
+        return pixels[::-1], np.where(depth > 0, metres, 0.0).astype(np.float32)[::-1]
 
     def close(self) -> None:
         self._gl.make_current()
         self._context.free()
         self._gl.free()
+
+
+def camera_model(model: Any, data: Any, camera: str, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Intrinsics [3, 3] in pixels and pose [4, 4] of a camera with a field of view, as points.point_clouds has them."""
+    focal = height / (2 * np.tan(np.deg2rad(model.camera(camera).fovy[0]) / 2))
+    intrinsics = np.array([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
+    # MuJoCo's cameras look along -z with y up
+    return intrinsics, pose(data.camera(camera).xpos, data.camera(camera).xmat.reshape(3, 3) * [1, -1, -1])
+
+
+def pose(position: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+    """[4, 4]."""
+    matrix = np.eye(4)
+    matrix[:3, :3], matrix[:3, 3] = rotation, position
+    return matrix
 
 
 def saved_state(env: Any) -> dict[str, Any]:

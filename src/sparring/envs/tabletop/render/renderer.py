@@ -7,6 +7,7 @@ import numpy as np
 from numba import njit
 
 from sparring.envs.backend import SEAM
+from sparring.envs.points import farthest
 from sparring.envs.tabletop.arm import Kinematics
 from sparring.envs.tabletop.randomize import Appearance, rotations
 from sparring.envs.tabletop.render.geometry import BOX, CAPSULE, CYLINDER, ELLIPSOID, PLANE, SPHERE
@@ -180,7 +181,12 @@ def point_clouds(depth, rgb, camera_pos, camera_mat, tangent, low, high, count):
         for c in range(cameras):
             eye, axes = camera_pos[i, c], camera_mat[i, c]
             found = _back_project(depth[i, c], rgb[i, c], eye, axes, tangent[c], low, high, cloud, found)
-        _farthest(cloud[:found], 0.5 * (low + high), out[i])
+        if found == 0:
+            out[i] = 0
+            continue
+        xs, ys, zs = cloud[:found, 0].copy(), cloud[:found, 1].copy(), cloud[:found, 2].copy()
+        for p, chosen in enumerate(farthest(xs, ys, zs, 0.5 * (low + high), count)):
+            out[i, p] = cloud[chosen]
     return out
 
 
@@ -202,32 +208,3 @@ def _back_project(depth, rgb, eye, axes, tangent, low, high, cloud, found):
             if inside:
                 found += 1
     return found
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _farthest(cloud, centre, out):
-    """The first point is the nearest to `centre`, each other one the farthest from those before; ties: lowest index."""
-    found, count = cloud.shape[0], out.shape[0]
-    if found == 0:
-        out[:] = 0
-        return
-    xs, ys, zs = cloud[:, 0].copy(), cloud[:, 1].copy(), cloud[:, 2].copy()
-    away = np.full(found, np.inf)
-    _update_distances(xs, ys, zs, centre[0], centre[1], centre[2], away)
-    at = np.argmin(away)
-    away[:] = np.inf
-    chosen = min(found, count)
-    for p in range(chosen):
-        out[p] = cloud[at]
-        _update_distances(xs, ys, zs, xs[at], ys[at], zs[at], away)
-        at = np.argmax(away)
-    for p in range(chosen, count):
-        out[p] = out[p - chosen]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_distances(xs, ys, zs, x, y, z, away):
-    for k in range(len(away)):
-        dx, dy, dz = xs[k] - x, ys[k] - y, zs[k] - z
-        squared = dx * dx + dy * dy + dz * dz
-        away[k] = squared if squared < away[k] else away[k]
