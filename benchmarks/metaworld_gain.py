@@ -31,7 +31,7 @@ DEMONSTRATIONS = {
     "peg-insert-side": (12, 0.3),
 }
 PROBLEMS = {
-    task: Problem((f"metaworld:{task}-v3",), ENV, count, 400_000, 100_000, noise=noise)
+    task: Problem((f"metaworld:{task}-v3",), ENV, count, 300_000, 100_000, noise=noise)
     for task, (count, noise) in DEMONSTRATIONS.items()
 }
 
