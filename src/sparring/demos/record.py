@@ -51,10 +51,11 @@ def record(plan: Plan, episodes: int, output: Path, workers: int = 1, quiet: boo
     """Record a dataset of exactly `episodes` episodes in `output`; returns the content of its meta/sparring.json."""
     # missing packages and experts raise here, before anything is written and before workers start
     parquet()
-    find_ffmpeg()
     env = plan.make_env(len(plan.tasks))
     spec = env.spec
     env.close()
+    if any(name.startswith("image/") for name in spec.observation):
+        find_ffmpeg()
     robots = plan.robots(spec)
     extras = output / "meta/sparring.json"
     # a complete dataset is never changed; earlier versions wrote no manifest
