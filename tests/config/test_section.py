@@ -309,13 +309,15 @@ ERRORS = {
     "env.cameras=[side]": "env.cameras = [side] (..): expected a list, each one of: head, wrist",
     "env.name=tabletap": (
         "env.name = tabletap (..): unknown env 'tabletap'; nearest: tabletop; known: "
-        "tabletop, gym:ID, metaworld:TASK, or your.module:Class"
+        "tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class"
     ),
     "env.name=CartPole-v1": (
         "env.name = CartPole-v1 (..): unknown env 'CartPole-v1'; did you mean gym:CartPole-v1? known: tabletop, "
-        "gym:ID, metaworld:TASK, or your.module:Class"
+        "dataset, gym:ID, metaworld:TASK, or your.module:Class"
     ),
-    "env.name=[1]": "env.name = [1] (..): expected one of: tabletop, gym:ID, metaworld:TASK, or your.module:Class",
+    "env.name=[1]": (
+        "env.name = [1] (..): expected one of: tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class"
+    ),
     "policy.name=mlp": (
         "policy.name = mlp (..): unknown policy 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
         "your.module:Class"
@@ -352,7 +354,7 @@ def test_each_kind_of_error(words):
 def test_keys_of_a_section_of_unknown_class_are_not_checked():
     assert errors_of("env.name=tabletap", "env.kwargs.gravity=1", "ppo.gamma=2") == [
         "env.name = tabletap (from command line): unknown env 'tabletap'; nearest: tabletop; "
-        "known: tabletop, gym:ID, metaworld:TASK, or your.module:Class",
+        "known: tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class",
         "ppo.gamma = 2 (from command line): expected a number >= 0 and <= 1",
     ]
 
@@ -360,7 +362,7 @@ def test_keys_of_a_section_of_unknown_class_are_not_checked():
 def test_without_gymnasium_no_id_is_suggested(monkeypatch):
     monkeypatch.setattr("sparring.config.schema.find_spec", lambda name: None)
     (line,) = errors_of("env.name=CartPole-v1")
-    assert "unknown env 'CartPole-v1'; known: tabletop, gym:ID, metaworld:TASK, or your.module:Class" in line
+    assert "unknown env 'CartPole-v1'; known: tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class" in line
 
 
 @pytest.mark.parametrize("phase", ["finetune", "imitate"])
@@ -693,3 +695,13 @@ def test_memory_size_is_a_key_of_policies_with_a_memory():
     assert load_config({"policy": {"name": "native_vla", "memory_size": 3}}).policy.memory_size == 3
     (line,) = errors_of("policy.name=flow", "policy.memory_size=3")
     assert "policy.memory_size" in line and "unknown key; it is a key of policy.name=native_vla" in line
+
+
+def test_entries_of_a_dict_setting_are_read_back_from_yaml(tmp_path):
+    """Also keys with dots, as those of datasets."""
+    roles = {"pixels/top": "image/head", "state": "ignore"}
+    keys = {"observation.images.top": "image/head", "observation.state": "state", "action": "action"}
+    config = load_config({"env": {"name": "gym:CartPole-v1", "roles": roles}, "imitate": {"keys": keys}})
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    again = load_config(tmp_path / "config.yaml")
+    assert again.env.roles == roles and again.imitate.keys == keys == config.imitate.keys

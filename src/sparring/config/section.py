@@ -188,7 +188,7 @@ class Schema:
         if len(homes) == 1:
             return homes[0], None
         owner = next((k for k in keys if key.startswith(f"{k}.")), None)
-        if owner and keys[owner].annotation is dict:
+        if owner and dict in (keys[owner].annotation, typing.get_origin(keys[owner].annotation)):
             return key, None  # env.kwargs.gravity=1 goes into env.kwargs
         if key in self.root.model_fields and setting.value in (None, {}):
             return None, None
