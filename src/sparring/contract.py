@@ -71,6 +71,12 @@ class EnvSpec:
     max_episode_steps: int = 0
     reports_success: bool = True  # False: the env has no notion of success; evaluations show rewards only
     control_hz: float = 30.0  # control steps per simulated second; the pace of its videos
+    has_control_hz: bool = True  # False: the env states no rate, and control_hz only paces videos
+    # the env's own numbers for actions of -1 and 1, one for each entry; (): unknown, or -1 and 1 themselves
+    action_low: tuple[float, ...] = ()
+    action_high: tuple[float, ...] = ()
+    # name and size of each part of `observation/state`, in order; (): its parts have no names
+    state_entries: tuple[tuple[str, int], ...] = ()
     # cameras whose frames are shown side by side in videos, all equally wide, separated by a line (SEAM);
     # (): a video frame is one image
     video_cameras: tuple[str, ...] = ()

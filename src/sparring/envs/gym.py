@@ -36,6 +36,8 @@ class _ActionMap:
     def __init__(self, space: spaces.Space, env_name: str):
         self.space: Any = space
         self.env_name = env_name
+        self.low: tuple[float, ...] = ()  # the env's own numbers for -1 and 1; (): discrete
+        self.high: tuple[float, ...] = ()
         if isinstance(space, spaces.Discrete):
             self.dim, self.discrete = 1, int(space.n)
         elif isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
@@ -50,6 +52,7 @@ class _ActionMap:
             low, high = space.low.astype(np.float64), space.high.astype(np.float64)
             bounded = np.isfinite(low) & np.isfinite(high)
             low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)  # not scaled if unbounded
+            self.low, self.high = tuple(low.ravel().tolist()), tuple(high.ravel().tolist())
             self._scale, self._center = (high - low) / 2, (high + low) / 2
         else:
             raise UserError(
@@ -109,6 +112,10 @@ class GymRobot:
             max_episode_steps=self._limit,
             reports_success=config.success_return is not None,
             control_hz=float(self.env.metadata.get("render_fps") or 30.0),
+            has_control_hz=bool(self.env.metadata.get("render_fps")),
+            action_low=self.actions.low,
+            action_high=self.actions.high,
+            state_entries=self.observations.state_entries,
         )
         # while recording, `frames` holds one [H, W, 3] frame per step of the latest chunk
         self.recording = False

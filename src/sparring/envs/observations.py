@@ -143,6 +143,10 @@ class ObservationMap:
                 made = self.cloud.describe() if entry.in_points else f"{made}; {self.cloud.describe()}"
             yield entry.name, f"{given} -> {made}"
 
+    @property
+    def state_entries(self) -> tuple[tuple[str, int], ...]:
+        return tuple((entry.name, entry.parts[0][1][0]) for entry in self.entries if entry.where is not None)
+
     def _spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
         spec: dict[str, tuple[tuple[int, ...], str]] = {}
         size = 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -126,9 +127,14 @@ def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
         return f"{list(size)} {dtype}" if dtype else "absent"
 
     both, names = (trained, now), sorted(trained.observation.keys() | now.observation.keys())
-    values = {f"observation/{name}": [shape(spec, name) for spec in both] for name in names}
+    values: dict[str, list] = {f"observation/{name}": [shape(spec, name) for spec in both] for name in names}
     action_fields = ("action_dim", "discrete_actions", "action_padding")
     values |= {name: [getattr(spec, name) for spec in both] for name in action_fields}
+    for name in ("action_low", "action_high"):
+        before, after = (list(getattr(spec, name)) for spec in both)
+        # [] is unknown; a millionth, because bounds may be typed with fewer digits
+        if before and after and not (len(before) == len(after) and np.allclose(before, after, rtol=1e-6)):
+            values[name] = [before, after]
     return [f"{name} was {then} and is {today}" for name, (then, today) in values.items() if then != today]
 
 
