@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-from sparring.data import video
-from sparring.data.lerobot import POINTS, read_dataset
+from sparring.data.dataset import TASK, read_dataset
+from sparring.data.lerobot import POINTS
 
 
 def main():
@@ -36,11 +36,10 @@ def read(path: Path) -> None:
         item, episode = theirs[int(index)], int(ours.columns["episode_index"][index])
         for name in compared:
             assert np.array_equal(item[name].numpy(), ours.columns[name][index]), (index, name)
-        assert item["task"] == ours.instructions[ours.columns["task_index"][index]]
+        task, instructions = ours.texts[TASK]
+        assert item["task"] == instructions[task[index]]
         for key in sharpness:
-            clip, height = ours.clips[key][episode], item[key].shape[-1]
-            time = clip.start + (index - starts[episode]) / ours.info["fps"]
-            mine = video.decode(clip.file, time, 1, ours.info["fps"], height, height)[0]
+            mine = ours.cameras[key].read(episode, *item[key].shape[1:])[index - starts[episode]]
             sharpness[key].append(psnr(item[key].numpy().transpose(1, 2, 0) * 255, mine))
     first = theirs[0]
     print("frame 0:", {key: list(value.shape) for key, value in first.items() if hasattr(value, "shape")})

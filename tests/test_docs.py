@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tiny_pi0
 import torch
+from foreign_datasets import episodes, lerobot_v21
 from metric_names import unexplained
 
 import sparring.data
@@ -105,6 +106,7 @@ def trained(tmp_path_factory):
         assert main([*demos, "--output", str(folder / f"outputs/demos/pick_{colour}_d0")]) == 0
     demos = ["demos", "lift_d0", "--episodes", "2", "env.threads=1", "env.control_mode=delta_ee_pos"]
     assert main([*demos, "--output", str(folder / "outputs/demos/lift_d0_ee")]) == 0
+    lerobot_v21(folder / "outputs/demos/theirs", episodes(4))
     # a policy trained on them by imitation
     words = ["train", "imitate", f"imitate.demos={folder}/outputs/demos/lift_d0", *TINY, "training.iterations=1"]
     words += ["evaluation.episodes=2", "rollout.n_envs=2", "rollout.render_episodes=0", "evaluation.baseline=false"]

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparring.data.lerobot import number_statistics
+from sparring.data.statistics import number_statistics
 from sparring.normalize import Normalizer, RunningNormalizer
 from sparring.policies.policy import Policy
 

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from sparring.data import demonstrations, lerobot, video
+from sparring.data import image_cache, statistics, video
+from sparring.data.dataset import DatasetError
 from sparring.data.demonstrations import Demonstrations
-from sparring.data.lerobot import DatasetError
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
 from sparring.envs.configs import TabletopConfig
@@ -93,20 +93,20 @@ def test_a_video_that_is_too_short_or_invalid_is_refused(tmp_path):
 
 def test_statistics_of_numbers():
     values = np.random.default_rng(0).normal(size=(500, 3))
-    found = lerobot.number_statistics(values)
+    found = statistics.number_statistics(values)
     assert found["count"].tolist() == [500]
     for name, expected in {
         "mean": values.mean(0), "std": values.std(0), "min": values.min(0), "max": values.max(0),
         "q01": np.quantile(values, 0.01, axis=0), "q99": np.quantile(values, 0.99, axis=0),
     }.items():  # fmt: skip
         assert np.array_equal(found[name], expected)
-    assert lerobot.number_statistics(np.array([True, False]))["mean"].tolist() == [0.5]
+    assert statistics.number_statistics(np.array([True, False]))["mean"].tolist() == [0.5]
 
 
 def test_statistics_of_images_are_those_of_their_pixels():
     frames = np.random.default_rng(1).integers(10, 200, (5, 8, 6, 3), dtype=np.uint8)
     frames[..., 1] //= 2
-    found = lerobot.image_statistics(lerobot.pixel_counts(frames), 5)
+    found = statistics.image_statistics(statistics.pixel_counts(frames), 5)
     pixels = frames.reshape(-1, 3) / 255
     assert found["count"].tolist() == [5] and found["mean"].shape == (3, 1, 1)
     for name in ("mean", "std", "min", "max"):
@@ -191,7 +191,7 @@ def test_the_cache_is_decoded_once_and_has_the_same_images(copy, monkeypatch):
     def forbidden(*_):
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(demonstrations.video, "decode", forbidden)
+    monkeypatch.setattr(video, "decode", forbidden)
     again = Demonstrations(copy, image_size=16, cache=True)
     assert np.array_equal(again.images("wrist", 3), cached.images("wrist", 3))
     # another size, or other videos, need another cache
@@ -333,6 +333,7 @@ def test_names_of_features_cannot_lead_out_of_the_folder(tmp_path, named):
 
 
 WITH = "; it was recorded with env."
+RATE = "; set imitate.fps=resample (for absolute actions) or imitate.fps=ignore"
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ WITH = "; it was recorded with env."
         ),
         ({"state_dim": 32}, f"entries of observation.state: expected 32, found 30{WITH}task=[push_d0]"),
         ({"action_dim": 4}, f"entries of an action: expected 4, found 7{WITH}control_mode=delta_qpos"),
-        ({"fps": 30}, "frames/s: expected 30, found 25"),
+        ({"fps": 30}, f"frames/s: expected 30, found 25{RATE}"),
         ({"control_mode": "qpos"}, f"control mode: expected qpos, found delta_qpos{WITH}control_mode=delta_qpos"),
     ],
     ids=lambda value: "",
@@ -361,7 +362,7 @@ def test_all_mismatches_are_reported_together(tmp_path):
         Demonstrations(foreign(tmp_path / "theirs"), action_dim=7, fps=25, control_mode="qpos", state_dim=4)
     assert str(refused.value).splitlines()[1:] == [
         "entries of an action: expected 7, found 2",
-        "frames/s: expected 25, found 10",
+        f"frames/s: expected 25, found 10{RATE}",
         "control mode: expected qpos, found none",
     ]
 
@@ -436,14 +437,14 @@ NAN = float("nan")
         (edited("timestamp", lambda rows: [2 * t for t in rows]), "timestamps differ by up to 0.240 s from 25"),
         (edited("frame_index", lambda rows: rows[::-1]), "the rows are not the frames of the episodes in time order"),
         (edited("task_index", lambda rows: [-1] * 28), "task_index -1 is negative"),
-        (edited("task_index", lambda rows: [99] * 28), "task_index 99 is too large: meta/tasks.parquet has "),
+        (edited("task_index", lambda rows: [99] * 28), "task_index 99 is too large: the dataset has "),
         (edited("length", lambda rows: [7, 7, 7, 9]), "has 28 rows of data, but its episodes have 30 frames"),
         (without_column("action"), "file-000.parquet' has no column action; found observation.state, next.reward"),
         (with_info(total_frames=29), "has 28 rows of data, but its episodes have 28 frames and meta/info"),
         (with_info(total_episodes=5), "lists 4 episodes in meta/episodes, but meta/info.json has total_"),
-        (with_info(codebase_version="v2.1"), "is a LeRobotDataset v2.1, expected v3.0; convert it with "),
+        (with_info(codebase_version="v1.6"), "is a LeRobotDataset v1.6, expected v2.x or v3.0; convert it with "),
         (with_info(fps=None), "info.json' has no fps"),
-        (with_info(features={}), "has no feature action, timestamp, "),
+        (with_info(features={}), "has no feature timestamp, "),
         (cut("meta/info.json"), "meta/info.json' cannot be read ("),
         (cut("meta/stats.json"), "meta/stats.json' cannot be read ("),
         (cut(DATA), "file-000.parquet' cannot be read ("),
@@ -454,7 +455,7 @@ NAN = float("nan")
         (removed(EPISODES), "has no meta/episodes/chunk-*/file-*.parquet"),
         (removed(HEAD), "file-000.mp4' with images of observation.images.head is missing"),
         (with_info(fps="x"), "has fps 'x', expected frames per second > 0"),
-        (with_info(features=[1]), "is damaged or not a LeRobotDataset v3.0 (AttributeError"),
+        (with_info(features=[1]), "is damaged or not a LeRobotDataset (AttributeError"),
         (with_info(data_path="../{chunk_index}"), "has data_path '../{chunk_index}', expected a path within"),
         (with_info(data_path="{chunk_index:0999999999d}"), "with the fields {chunk_index}"),
         (with_info(total_frames=[1]), "its episodes have 28 frames and meta/info.json has total_frames [1]"),
@@ -582,7 +583,7 @@ def test_videos_of_unused_cameras_are_not_read(copy):
 
 def test_a_flipped_bit_in_the_cache_is_reported_and_repaired(copy, monkeypatch):
     warnings, generator = [], np.random.default_rng(3)
-    monkeypatch.setattr(demonstrations.log, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(image_cache.log, "warning", lambda text, *values: warnings.append(text % values))
     whole = np.array(Demonstrations(copy, cameras=["head"], image_size=16, cache=True).image_cache("head"))
     (file,) = copy.with_name("copy.cache").glob("*.npy")
     for _ in range(6):

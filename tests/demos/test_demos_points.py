@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from sparring.data import lerobot
+from sparring.data import statistics
 from sparring.data.demonstrations import Demonstrations
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
@@ -60,7 +60,7 @@ def test_the_files_describe_the_points(recorded):
 def test_statistics_of_many_clouds_keep_the_extremes():
     clouds = np.random.default_rng(0).uniform(size=(5003, 2, 3)).astype(np.float32)
     clouds[4001, 1] = 9, -9, 9
-    found = lerobot.point_statistics(clouds)
+    found = statistics.point_statistics(clouds)
     assert (found["max"][0], found["min"][1], found["count"][0]) == (9, -9, 5003)
     np.testing.assert_allclose(found["q50"], 0.5, atol=0.05)
 

@@ -6,7 +6,8 @@ import torch
 
 from sparring.config.text import Setting
 from sparring.contract import text_of
-from sparring.data.demonstrations import ActionChunks, Demonstrations
+from sparring.data.chunks import ActionChunks
+from sparring.data.demonstrations import Demonstrations
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
 from sparring.envs.backend import EpisodeSeeds

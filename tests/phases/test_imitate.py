@@ -19,13 +19,15 @@ from sparring.cli.main import main
 from sparring.config import schema
 from sparring.contract import EnvSpec
 from sparring.data.batches import BatchBuilder
-from sparring.data.demonstrations import ActionChunks, Demonstrations
+from sparring.data.chunks import ActionChunks
+from sparring.data.demonstrations import Demonstrations
 from sparring.demos.plan import Plan
 from sparring.demos.record import record
 from sparring.envs.configs import TabletopConfig
 from sparring.envs.env import make_env
 from sparring.errors import UserError
-from sparring.phases.imitate import _open_dataset as open_dataset
+from sparring.phases.configs import ImitateConfig
+from sparring.phases.demonstrations import _open as open_dataset
 from sparring.phases.imitate import _shifted as shifted
 from sparring.policies.actor_critic import ActorCritic
 from sparring.policies.configs import ActorCriticConfig, FlowConfig
@@ -125,7 +127,7 @@ def test_images_are_scaled_to_the_size_of_each_camera(tmp_path):
     env.close()
     shapes = {"image/head": (3, 36, 48), "image/wrist": (3, 24, 20)}
     spec = replace(env.spec, observation=env.spec.observation | {k: (s, "uint8") for k, s in shapes.items()})
-    demos = open_dataset(tmp_path / "two", config, spec, ["head", "wrist"])
+    demos = open_dataset(tmp_path / "two", config, spec, ImitateConfig(), ["head", "wrist"], cache=True)
     images = sampled(ActionChunks([demos], 1, spec), 5)["observation", "image"]
     assert {f"image/{camera}": tuple(images[camera].shape[1:]) for camera in ("head", "wrist")} == shapes
 
@@ -148,7 +150,7 @@ def test_privileged_object_poses_are_appended_to_the_state(folder, tmp_path, pad
     config = config.model_copy(update={"pad_state": padding})
     env = make_env(config, 1)
     env.close()
-    demos = open_dataset(folder / "state", config, env.spec, [])
+    demos = open_dataset(folder / "state", config, env.spec, ImitateConfig(), [], cache=True)
     np.testing.assert_array_equal(demos.numbers("observation.state"), whole.numbers("observation.state"))
     assert demos.state_dim == 51 and set(demos.episode(0)["observation"].keys()) == {"state", "task"}
     found, right = (each.statistics["observation/state"] for each in (demos, whole))

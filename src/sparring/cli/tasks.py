@@ -14,7 +14,7 @@ from sparring.policies import POLICIES
 
 def add(commands) -> None:
     check = commands.add_parser("check", help="check the installation, an env or a policy before training", **OPTIONS)
-    name = "gym:<id>, sparring/<task> or your.module:Class (default: the installation and the built-in arm)"
+    name = "gym:<id>, sparring/<task>, your.module:Class or a dataset (default: the installation and the built-in arm)"
     check.add_argument("name", nargs="?", metavar="NAME", help=name)
     offered: dict[str, Any] = {"name": lambda: [*ENVS, *POLICIES, *(f"sparring/{task}" for task in _task_names())]}
     check.set_defaults(command=_check, takes_overrides=True, offered=offered)
@@ -61,9 +61,29 @@ def _number(text: str) -> float:
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    known = (*ENVS, *POLICIES)
+    if arguments.name and arguments.name not in known and os.path.exists(arguments.name):
+        return _check_dataset(arguments.name, overrides)
     from sparring.evaluation.check import check
 
     return check(arguments.name, overrides)
+
+
+def _check_dataset(path: str, overrides: list[str]) -> int:
+    """Print what becomes of each key of a dataset, in the env of the settings or without any."""
+    from sparring.config.schema import load_config
+    from sparring.config.text import Setting, parse_overrides
+    from sparring.phases.demonstrations import make_imitation_env, open_demonstrations
+
+    settings = [*parse_overrides(overrides), Setting("imitate.demos", path, "command line")]
+    config = load_config(None, settings, phase="imitate")
+    env = make_imitation_env(config)
+    (demos,) = open_demonstrations(config, env)
+    env.close()
+    print("\n".join([*demos.report(), *(f"warning: {line}" for line in demos.warnings)]))
+    fits = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in env.spec.observation.items())
+    print(f"ok: imitation in {config.env.name} reads {fits}, and an action of {env.spec.action_dim} entries")
+    return 0
 
 
 def _tasks(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparring.config.text import Setting, read_settings, shortened
 from sparring.config.trust import refuse_code
+from sparring.envs.configs import DatasetConfig
 from sparring.errors import UserError
 from sparring.policies.configs import OF_A_METHOD
 from sparring.processes.files import read_small
@@ -38,6 +39,8 @@ _CAREFUL = {"policy_lr": 1e-4, "target_kl": 0.05}
 _OF_PRETRAINED = {"ppo": _CAREFUL | {"critic_lr": 1e-3, "critic_warmup_updates": 3}, "grpo": _CAREFUL}
 # env settings that change neither observations nor actions: they are not inherited
 _OF_THE_RUN = ("env.threads", "env.reward", "env.video_renderer", "env.vectorize", "env.workers", "env.success_return")
+# settings of env.name=dataset, besides the name
+_OF_A_DATASET = set(DatasetConfig.model_fields) - {"name"}
 
 # the length of a run; a resumed run may have other limits
 LIMITS = ("training.total_timesteps", "training.num_episodes", "training.iterations")
@@ -112,10 +115,15 @@ def _of_resumed_run(key: str, given: dict[str, Any]) -> tuple[Path | None, list[
 
 
 def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
-    """The env of the first dataset with the tasks of all datasets; empty for datasets that sparring did not record."""
+    """The env of the first dataset with the tasks of all datasets. If another program recorded them and no env is
+    given: env.name=dataset."""
     demos = given.get("imitate.demos")
     folders = [demos] if isinstance(demos, str) else demos if isinstance(demos, (list, tuple)) else []
     files = [Path(path) / "meta/sparring.json" for path in folders if isinstance(path, str)]
+    # these settings alone do not choose an env
+    has_env = any(key.startswith("env.") and key.partition(".")[2] not in _OF_A_DATASET for key in given)
+    if not has_env and files and all(file.parents[1].exists() and not file.is_file() for file in files):
+        return [Setting("env.name", "dataset", f"imitate.demos={files[0].parents[1]}")]
     if not files or not all(file.is_file() for file in files):
         return []
     envs, checksums = zip(*map(_recorded_env, files), strict=True)
@@ -131,7 +139,7 @@ def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
 
 
 def _recorded_env(file: Path) -> tuple[dict[str, Any], str]:
-    from sparring.data.lerobot import DatasetError
+    from sparring.data.dataset import DatasetError
 
     try:
         content = read_small(file)

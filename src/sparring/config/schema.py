@@ -17,7 +17,7 @@ from sparring.config.legacy import ALIASES, rename, why_not
 from sparring.config.resolve import config_class, import_module, resolve
 from sparring.config.section import Schema, Section
 from sparring.config.text import Setting, flatten, read_settings, to_yaml
-from sparring.envs.configs import GymConfig, TabletopConfig
+from sparring.envs.configs import DatasetConfig, GymConfig, TabletopConfig
 from sparring.errors import UserError
 from sparring.phases import configs as phase_configs
 from sparring.phases.configs import LoggingConfig
@@ -172,7 +172,7 @@ def _inherited_notes(inherited: list[Setting], config: Config) -> list[str]:
 
 # section -> name -> its config class; none of them imports torch
 CLASSES: dict[str, dict[str, type[Section]]] = {
-    "env": {"tabletop": TabletopConfig},
+    "env": {"tabletop": TabletopConfig, "dataset": DatasetConfig},
     "policy": {"actor_critic": ActorCriticConfig, "flow": FlowConfig, "vla": VLAConfig},
     "world_model": {"token": TokenWorldModelConfig},
     "rewards": {"default": RewardsConfig, "original": OriginalRewardsConfig},

@@ -19,11 +19,9 @@ from sparring.data.lerobot import (
     INFO,
     POINTS,
     RECORDING,
-    image_statistics,
-    number_statistics,
-    parquet,
-    point_statistics,
 )
+from sparring.data.statistics import image_statistics, number_statistics, point_statistics
+from sparring.data.tables import parquet
 from sparring.demos.expert_env import ExpertEnv
 from sparring.demos.plan import Plan, image_shapes
 from sparring.envs.backend import Arrays

@@ -27,7 +27,10 @@ import numpy as np
 
 from sparring.config.text import flatten
 from sparring.contract import EnvSpec
-from sparring.data.lerobot import INFO, RECORDING, parquet, pixel_counts, read_dataset, read_json
+from sparring.data.dataset import read_dataset
+from sparring.data.lerobot import INFO, RECORDING
+from sparring.data.statistics import pixel_counts
+from sparring.data.tables import parquet, read_json
 from sparring.data.video import encode, find_ffmpeg
 from sparring.demos.assemble import PARTS, EpisodeBlock, assemble, write_json
 from sparring.demos.plan import Plan, image_shapes

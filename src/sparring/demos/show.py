@@ -19,9 +19,12 @@ _EPISODES, _MOMENTS = 6, 5  # rows and columns of a contact sheet
 def summary(demos: Demonstrations) -> Iterator[str]:
     """A description of the dataset, line by line."""
     info, extras = demos.dataset.info, demos.dataset.extras
-    seconds = demos.steps / demos.fps
     yield f"episodes   {len(demos):,} of {demos.lengths.min()} to {demos.lengths.max()} steps"
-    yield f"steps      {demos.steps:,} at {demos.fps} a second: {clock(seconds)} ({seconds / 3600:.2f} h)"
+    if demos.fps:
+        seconds = demos.steps / demos.fps
+        yield f"steps      {demos.steps:,} at {demos.fps:g} a second: {clock(seconds)} ({seconds / 3600:.2f} h)"
+    else:
+        yield f"steps      {demos.steps:,} at an unknown rate"
     yield f"robot      {info.get('robot_type') or 'unknown'}, control mode {demos.control_mode or 'unknown'}"
     for camera, (height, width) in demos.image_shapes.items():
         yield f"camera     {camera}, {height} x {width}"
@@ -29,7 +32,7 @@ def summary(demos: Demonstrations) -> Iterator[str]:
     yield f"action     {demos.action_dim} entries"
     if demos.points:
         yield f"points     {demos.points} a step: x, y, z, r, g, b"
-    if "next.success" in demos.dataset.columns:
+    if demos.has("next.success"):
         success = demos.numbers("next.success")[demos.starts[1:] - 1]
         yield f"successes  {int(success.sum()):,} of {len(demos):,} episodes ({success.mean():.1%})"
     else:
@@ -62,8 +65,7 @@ def moments(demos: Demonstrations) -> list[list[tuple[str, np.ndarray]]]:
 
 def _action_table(demos: Demonstrations) -> Iterator[str]:
     found = demos.statistics["action"]
-    names = demos.dataset.info["features"]["action"].get("names")
-    labels = names if isinstance(names, list) and len(names) == demos.action_dim else range(demos.action_dim)
+    labels = demos.action_names or range(demos.action_dim)
     columns = ("mean", "std", "min", "q01", "q99", "max")
     yield f"{'action entry':24}" + "".join(f"{name:>9}" for name in columns)
     for entry, label in enumerate(labels):

@@ -1,5 +1,5 @@
 """Envs: N robots in a simulator, stepped together."""
 
-ENVS = {"tabletop": "sparring.envs.tabletop.backend:Tabletop"}
+ENVS = {"tabletop": "sparring.envs.tabletop.backend:Tabletop", "dataset": "sparring.envs.recorded:Recorded"}
 # other simulators: prefix of env.name -> function (rest of the name, **env.kwargs) that makes a gymnasium env
 SIMS = {"metaworld": "sparring.envs.sims.metaworld:make"}

@@ -88,6 +88,25 @@ class TabletopConfig(Section):
 Corner = tuple[float, float, float]
 
 
+PositiveInt = Annotated[int, Field(ge=8, le=4096)]
+
+
+class DatasetConfig(Section):
+    """No env: observations and actions are those of imitate.demos; only `imitate` works without a simulator."""
+
+    name: str = Field("dataset", description="dataset")
+    image_size: tuple[PositiveInt, PositiveInt] | PositiveInt | None = Field(
+        None, description="size to which images are scaled, pixels: a side or [height, width]; null: as recorded"
+    )
+    action_low: tuple[float, ...] = Field(
+        (),
+        description="actions that the policy's -1 stands for; []: -1 if all recorded ones are in [-1, 1], else minima",
+    )
+    action_high: tuple[float, ...] = Field(
+        (), description="actions that the policy's 1 stands for; []: 1 if all recorded ones are in [-1, 1], else maxima"
+    )
+
+
 class GymConfig(Section):
     """A gymnasium env, by its id."""
 

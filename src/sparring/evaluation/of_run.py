@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sparring.api import load_policy, load_world_model
 from sparring.config.schema import Config, load_config
 from sparring.config.text import Setting, flatten, value_text
 from sparring.config.trust import trusted_settings
 from sparring.contract import EnvSpec
+from sparring.envs.configs import DatasetConfig
 from sparring.envs.env import make_env
 from sparring.errors import UserError
+from sparring.evaluation.action_error import ActionError
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.files import EvaluationFiles, EvaluationResult, refuse_unwritable, terminal_width
 from sparring.evaluation.play import Evaluation
@@ -43,6 +45,8 @@ def evaluate_checkpoint(
     checkpoint, config = open_checkpoint(path, settings, is_policy=kind != "eval_world_model")
     now, trained = flatten(config.dump()), load_config(None, trusted_settings(checkpoint), inherit=False)
     changed = {key: now[key] for key in episode_differences(trained, config, SAME_EPISODES) if key in now}
+    if config.env.name != trained.env.name:  # another kind of env has other settings: only the given ones
+        changed = {setting.key: now[setting.key] for setting in settings if setting.key in changed}
     files = EvaluationFiles.of(Path(path) if Path(path).is_dir() else checkpoint, kind, changed, json_file)
     refuse_links_out(files.folder)
     refuse_unwritable(files.json_file)
@@ -57,10 +61,14 @@ def evaluate_checkpoint(
     elif kind == "eval_exploration":
         result, how = ExplorationEvaluation.run(config, load_policy(checkpoint, device), device), "sampled actions"
     else:
-        policy, shown = load_policy(checkpoint, device), {"greedy": greedy, "videos": videos, "both": both}
-        result = played = Evaluation.run(config, policy, device, **shown)
-        both = "policy, sampled" in played.scores
-        how = "greedy and sampled actions" if both else "greedy actions" if greedy else "sampled actions"
+        policy = load_policy(checkpoint, device)
+        shown: dict[str, Any] = {"greedy": greedy, "videos": videos, "both": both}
+        if isinstance(config.env, DatasetConfig):
+            result, how = ActionError.run(config, policy, device, **shown), "greedy actions"
+        else:
+            result = played = Evaluation.run(config, policy, device, **shown)
+            both = "policy, sampled" in played.scores
+            how = "greedy and sampled actions" if both else "greedy actions" if greedy else "sampled actions"
     changed_text = " ".join(f"{key}={value_text(value)}" for key, value in changed.items())
     print(f"{checkpoint}: {result.episodes} held-out episodes, {how}{f', with {changed_text}' if changed else ''}")
     print(result.table(terminal_width()))
@@ -82,7 +90,11 @@ def open_checkpoint(path: str, settings: list[Setting], is_policy: bool = True) 
     """Returns the checkpoint at `path` and its config with `settings`; raises UserError if they do not fit."""
     checkpoint = checkpoint_folder(path)
     saved = trusted_settings(checkpoint)
-    trained, config = load_config(None, saved, inherit=False), load_config(None, saved + settings, inherit=False)
+    trained = load_config(None, saved, inherit=False)
+    if isinstance(trained.env, DatasetConfig) and any(setting.key == "env.name" for setting in settings):
+        # another kind of env has other settings
+        saved = [setting for setting in saved if not setting.key.startswith("env.")]
+    config = load_config(None, saved + settings, inherit=False)
     before, now = flatten(trained.dump()), flatten(config.dump())
     changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
     if changed:
@@ -105,6 +117,8 @@ def load_other_world_model(other: str, path: str, config: Config) -> WorldModel:
 
 
 def _refuse_other_env(checkpoint: Path, config: Config) -> None:
+    if isinstance(config.env, DatasetConfig):
+        return  # the demonstrations are compared when they are opened
     env = make_env(config.env, 1, config.rollout.max_episode_steps)
     env.close()
 

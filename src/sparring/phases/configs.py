@@ -5,9 +5,17 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from sparring.config.section import Section
+from sparring.config.text import flatten
 
 # one name may be given without a list: "outputs/demos/lift_d0" means ["outputs/demos/lift_d0"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+
+
+def _joined_keys(values: object) -> object:
+    """{"observation": {"state": "state"}} -> {"observation.state": "state"}: a dot separates the keys of settings."""
+    return flatten(values) if isinstance(values, dict) else values
+
+
 Normalization = Literal["mean_std", "min_max", "quantile"]
 
 
@@ -39,6 +47,19 @@ class ImitateConfig(Section):
     """Behaviour cloning: the policy learns to reproduce demonstrated actions."""
 
     demos: Names = Field((), description="folder(s) of demonstrations, e.g. from `sparring demos`")
+    keys: Annotated[dict[str, str], BeforeValidator(_joined_keys)] = Field(
+        default_factory=dict,
+        description="what a key of the demonstrations is for: image/NAME, state, points, privileged, instruction, "
+        "action or ignore; others are inferred",
+    )
+    fps: Literal["same", "resample", "ignore"] = Field(
+        "same",
+        description="steps per second of the demonstrations: same as the env's; resample: for absolute actions; "
+        "ignore: a demonstrated step is an env step",
+    )
+    held_out: float = Field(
+        0.1, gt=0, lt=1, description="share of the episodes for evaluation if env.name=dataset and they have no split"
+    )
     episodes: int | None = Field(None, gt=0, description="number of episodes used from each folder; null: all")
     batch_size: int = Field(256, gt=0, description="demonstrated steps per gradient step and process")
     learning_rate: float = Field(1e-3, gt=0, description="initial learning rate")

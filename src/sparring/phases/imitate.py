@@ -2,32 +2,29 @@
 
 import copy
 import logging
-import math
 import time
 from collections import defaultdict
 from dataclasses import asdict
 
 import torch
-from tensordict import TensorDict
 
 from sparring.algorithms.gradient_step import GradientStep, schedule
 from sparring.config.schema import Config
-from sparring.config.section import Section
-from sparring.contract import POLICY_MEMORY, EnvSpec
+from sparring.contract import POLICY_MEMORY
 from sparring.data.batches import BatchBuilder
-from sparring.data.demonstrations import ActionChunks, Demonstrations
-from sparring.data.lerobot import DatasetError
-from sparring.envs.env import Env, make_env
+from sparring.data.chunks import ActionChunks
+from sparring.data.demonstrations import Demonstrations
+from sparring.envs.configs import DatasetConfig
+from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.phases.configs import ImitateConfig
+from sparring.phases.demonstrations import cameras_of, make_imitation_env, open_demonstrations, split_demonstrations
 from sparring.phases.phase import Phase, Progress
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
 from sparring.processes.memory import explain_oom
 
 log = logging.getLogger(__name__)
-# demonstrated steps per forward pass that computes memories
-_AT_ONCE = 1024
 MAX_GRAD_NORM = 1.0
 
 
@@ -46,11 +43,15 @@ class Imitate(Phase):
         distributed: Distributed,
         seed: int,
         updates: int = default_limit[1],
+        held_out: ActionChunks | None = None,
     ):
-        """`updates`: number of updates of the run, for the estimate of its duration."""
+        """`updates`: number of updates of the run, for the estimate of its duration. `held_out`: demonstrations for
+        evaluation, if the env has no simulator."""
         if type(policy).imitation_loss is Policy.imitation_loss:
             raise UserError(f"{type(policy).__name__} has no imitation_loss(), which `imitate` needs; implement it")
         self.config, self.env, self.policy, self.chunks = config, env, policy, chunks
+        self.held_out = held_out
+        self.evaluation = "policy" if held_out is None else "actions"
         self.distributed, self.seed = distributed, seed
         # saved and evaluated: the averaged weights if imitate.ema is set, else the weights
         with explain_oom("allocating gradients" + ("" if config.ema is None else " and imitate.ema"), policy):
@@ -72,26 +73,30 @@ class Imitate(Phase):
 
     @classmethod
     def from_config(cls, config: Config, distributed: Distributed) -> "Imitate":
-        env = make_env(config.env, 1, config.rollout.max_episode_steps, distributed.device)
+        env = make_imitation_env(config, distributed.device)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, distributed.device)
-        cameras = _cameras(policy)
-        demonstrations = [_open_dataset(folder, config.env, env.spec, cameras) for folder in config.imitate.demos]
-        _check_padded_states(demonstrations, config.env)
+        demonstrations = open_demonstrations(config, env, policy)
+        held_out = None
+        if isinstance(config.env, DatasetConfig):
+            demonstrations, others = split_demonstrations(demonstrations, config.imitate)
+            held_out = ActionChunks(others, policy.chunk, env.spec)
         chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
         updates = config.training.iterations or cls.default_limit[1]
-        phase = cls(config.imitate, env, policy, chunks, distributed, config.seed, updates)
+        phase = cls(config.imitate, env, policy, chunks, distributed, config.seed, updates, held_out)
         phase.optimizer.skips = config.training.skip_nonfinite_steps
         return phase
 
     @property
     def learns_from(self) -> str:
         folders = ", ".join(map(_described, self.chunks.demonstrations))
-        return f"{self.chunks.episodes} demonstrations ({len(self.chunks):,} steps) of {folders}, from {self._inputs}"
+        held_out = f", {self.held_out.episodes} held out" if self.held_out else ""
+        steps = f"{len(self.chunks):,} steps"
+        return f"{self.chunks.episodes} demonstrations ({steps}) of {folders}{held_out}, from {self._inputs}"
 
     @property
     def _inputs(self) -> str:
         """The inputs of the policy as text."""
-        shapes = [self.env.spec.observation[f"image/{camera}"][0] for camera in _cameras(self.policy)]
+        shapes = [self.env.spec.observation[f"image/{camera}"][0] for camera in cameras_of(self.policy)]
         # [3, 64, 64] -> 64, [3, 48, 64] -> 48x64; each size once
         sizes = " and ".join(dict.fromkeys("x".join(map(str, dict.fromkeys(shape[1:]))) for shape in shapes))
         images = f"images ({len(shapes)} camera{'s'[: len(shapes) > 1]}, {sizes} px)" if shapes else ""
@@ -140,7 +145,8 @@ class Imitate(Phase):
         duration = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
         log.info("imitating from %s: about %s for %s updates on this machine", self._inputs, duration, left)
         # the dataset has the poses of objects, and the policy does not observe them
-        recorded = any("observation.privileged" in each.dataset.columns for each in self.chunks.demonstrations)
+        own = [demos for demos in self.chunks.demonstrations if demos.dataset.extras]
+        recorded = any("observation.privileged" in demos.dataset.columns for demos in own)
         how = "instead of images" if "images" in self._inputs else "in addition to the robot's state"
         if recorded and ("images" in self._inputs or "privileged" in self.env.spec.observation):
             log.info("to imitate from the poses of objects %s: env.object_state=state env.cameras=[]", how)
@@ -167,6 +173,12 @@ class Imitate(Phase):
 
     def _begin(self) -> None:
         """Fit the normalisers; give all processes and the average the same weights."""
+        for demos in self.chunks.demonstrations:
+            # another program recorded it
+            for line in demos.report() if not demos.dataset.extras else ():
+                log.info("%s", line)
+            for line in demos.warnings:
+                log.warning("%s", line)
         # here, after pretrained weights are loaded: weights from imitation keep their own statistics
         config = self.config
         self.model.fit_normalizers(self.chunks.statistics(), config.state_normalization, config.normalization)
@@ -183,7 +195,7 @@ class Imitate(Phase):
         if self.policy.memory_size:
             if self._memory is None:
                 # the normalisers are fitted and do not change any more
-                self._memory = _memory_at_steps(self.policy, self.chunks, self.distributed.device)
+                self._memory = self.chunks.memory(self.policy, self.distributed.device)
             batch.set(POLICY_MEMORY, self._memory[batch["step"]])
         pixels, images = self.config.image_augmentation, batch["observation"].get("image", None)
         if pixels and images is not None:
@@ -208,27 +220,6 @@ class Imitate(Phase):
             buffer.copy_(newest)
 
 
-@torch.no_grad()
-def _memory_at_steps(policy: Policy, chunks: ActionChunks, device: torch.device) -> torch.Tensor:
-    """Compute `memory/policy` [F, M] before a decision at each of the F demonstrated steps.
-
-    A policy decides every C steps: before step t it decided at steps t - C, t - 2 C and so on, and first at step 0.
-    """
-    memory = torch.zeros(len(chunks), policy.memory_size, device=device)
-    after = torch.zeros_like(memory)
-    first, lengths = chunks.first_steps, chunks.episode_lengths
-    for t in range(int(lengths.max())):
-        # step t of the episodes that are long enough
-        steps = first[lengths > t] + t
-        if t:
-            memory[steps] = after[steps - min(t, policy.chunk)]
-        for part in steps.split(_AT_ONCE):
-            acted = chunks.actions(part)[:, : policy.chunk]
-            td = TensorDict({"observation": chunks.observation(part), "action": acted}, [len(part)])
-            after[part] = policy.remember(td.to(device).set(POLICY_MEMORY, memory[part]))
-    return memory
-
-
 def _shifted(images: torch.Tensor, pixels: int, generator: torch.Generator) -> torch.Tensor:
     """Shift each of `[B, 3, H, W]` by a random whole number of pixels, at most `pixels`; the border is repeated."""
     count, _, height, width = images.shape
@@ -240,47 +231,8 @@ def _shifted(images: torch.Tensor, pixels: int, generator: torch.Generator) -> t
     return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
-def _cameras(policy: Policy) -> list[str]:
-    """The cameras that the policy reads: images of others are not decoded."""
-    return list(dict.fromkeys(key[2] for key in policy.in_keys if key[:2] == ("observation", "image")))
-
-
-def _open_dataset(folder: str, env_config: Section, spec: EnvSpec, cameras: list[str]) -> Demonstrations:
-    """Open a dataset; raises DatasetError with the differences if it does not fit the env."""
-    # the config of a third-party env may have neither control_mode nor pad_state
-    padded = getattr(env_config, "pad_state", 0)
-    expected: dict = {"action_dim": spec.action_dim - spec.action_padding, "fps": spec.control_hz}
-    if "state" in spec.observation and not padded:
-        expected["state_dim"] = math.prod(spec.observation["state"][0])
-    expected |= {name: getattr(env_config, name, None) for name in ("control_mode", "object_state")}
-    sizes: dict = {camera: spec.observation[f"image/{camera}"][0][-2:] for camera in cameras}
-    return Demonstrations(folder, cameras, sizes, cache=True, **expected)
-
-
 def _described(demos: Demonstrations) -> str:
     """The folder, and the scaling of its images if any: scaled images differ from those of the env."""
     shapes = zip(demos.recorded_shapes.values(), demos.image_shapes.values(), strict=True)
     scaled = {f"{before[0]}x{before[1]} to {now[0]}x{now[1]} pixels" for before, now in shapes if before != now}
     return f"{demos.path}" + (f", images scaled from {', '.join(sorted(scaled))}" if scaled else "")
-
-
-def _check_padded_states(demonstrations: list[Demonstrations], env_config: Section) -> None:
-    """Raise DatasetError if states have other contents; by padding, the states of every dataset have the same size."""
-    if not getattr(env_config, "pad_state", 0):
-        return
-    bare = make_env(env_config.model_copy(update={"pad_state": 0}), 1)
-    bare.close()
-    entries, expected = math.prod(bare.spec.observation["state"][0]), getattr(env_config, "object_state", None)
-    for demos in demonstrations:
-        mistakes = []
-        recorded = demos.dataset.extras.get("env", {}).get("object_state", expected)
-        # `privileged` and `hidden` have the same state, and recorded `privileged` poses can complete it to `state`
-        pair = (recorded, expected)
-        fits = recorded == expected or "state" not in pair or pair == ("privileged", "state")
-        if not fits:
-            mistakes.append(f"env.object_state: expected {expected}, found {recorded}")
-        if demos.state_dim > entries:
-            mistakes.append(f"entries of observation.state: expected {entries} or fewer, found {demos.state_dim}")
-        if mistakes:
-            advice = "give the config it was recorded with, or record another dataset"
-            raise DatasetError("\n".join([f"'{demos.path}' does not fit the settings; {advice}:", *mistakes]))

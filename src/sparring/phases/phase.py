@@ -50,7 +50,7 @@ class Phase:
     learns_from: str  # the source of training data and the algorithm as text, for the log
     accuracy: str | None = None  # the metric that is written as `avg_acc`; None: this phase has no accuracy
     # the kind of evaluation of `evaluated_model`
-    evaluation: Literal["policy", "exploration", "world_model"] = "policy"
+    evaluation: Literal["policy", "exploration", "world_model", "actions"] = "policy"
     # whether the newest step has begun to learn; if it failed before that, the weights can be saved
     learning: bool = True
 

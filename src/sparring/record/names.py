@@ -147,6 +147,10 @@ EVALUATIONS = {
     "eval/<task>/success_rate": "Success rate on one of several tasks; also its interval, `reward`, `steps`.",
     "eval/sampled_success_rate": "Success rate of sampled actions, if evaluated; also its interval, `reward`, `steps`.",
     "eval/random_success_rate": "Success rate of random actions, same episodes; also its interval, `reward`, `steps`.",
+    "eval/action_error": "env.name=dataset: root mean squared error of held-out actions, in units of the dataset.",
+    "eval/action_error_ratio": "Squared error relative to that of the mean action, averaged over the action's entries; "
+    "0: every action is predicted.",
+    "eval/<entry>/action_error_ratio": "The same of one entry of the action.",
     "eval/accuracy": "World model: share of tokens predicted correctly; also `accuracy_changed`, `accuracy_copy`.",
     "eval/cross_entropy": "World model: cross-entropy of the true tokens, in nats per token.",
     "eval/<camera>/psnr": "World model: PSNR of its predictions, in dB; `psnr_copy`: PSNR of copying the last frame.",

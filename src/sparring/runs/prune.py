@@ -27,6 +27,7 @@ class _Measure(NamedTuple):
 _MEASURES = (
     _Measure("eval/success_rate", 1, "success {:.0%}"),
     _Measure("eval/reward", 1, "reward {:.4g}"),
+    _Measure("eval/action_error_ratio", -1, "action error {:.3f}"),
     _Measure("/changed_mse_ratio", -1, "MSE ratio {:.3f}"),
 )
 

@@ -17,6 +17,7 @@ from sparring.config.resolve import resolve
 from sparring.config.schema import Config
 from sparring.config.text import saved_settings
 from sparring.errors import Diverged, OtherFailed, PeerGone, StageFailed
+from sparring.evaluation.action_error import ActionError
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.files import EvaluationResult
 from sparring.evaluation.play import Evaluation
@@ -423,12 +424,14 @@ class _Evaluator:
         phase, config, recorder = run.phase, run.config, run.recorder
         model, device = cast(Any, phase.evaluated_model), run.distributed.device
         evaluation: EvaluationResult
-        if self.newest[0] < 0:
+        if self.newest[0] < 0 and phase.evaluation != "actions":
             log.info("evaluating on %s held-out episodes (evaluation.episodes)", config.evaluation.episodes)
         if phase.evaluation == "world_model":
             evaluation = WorldModelEvaluation.run(config, model, device)
         elif phase.evaluation == "exploration":
             evaluation = ExplorationEvaluation.run(config, model, device)
+        elif phase.evaluation == "actions":
+            evaluation = ActionError.of(model, phase.held_out, phase.chunks, config, device)  # type: ignore[attr-defined]
         else:
             evaluation = Evaluation.run(config, model, device, videos=config.rollout.render_episodes)
         if run.folder is not None:

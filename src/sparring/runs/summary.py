@@ -7,13 +7,15 @@ from pathlib import Path
 
 from sparring.config.schema import Config
 from sparring.config.text import value_text
+from sparring.envs.configs import DatasetConfig
+from sparring.evaluation.action_error import ActionError
 from sparring.evaluation.exploration import ExplorationEvaluation
 from sparring.evaluation.play import Evaluation
 from sparring.evaluation.world_model import WorldModelEvaluation
 from sparring.phases.phase import Progress
 from sparring.runs.checkpoint import checkpoints
 
-AnyEvaluation = Evaluation | WorldModelEvaluation | ExplorationEvaluation
+AnyEvaluation = Evaluation | WorldModelEvaluation | ExplorationEvaluation | ActionError
 
 
 def summary(config: Config, progress: Progress, evaluation: AnyEvaluation) -> str:
@@ -43,6 +45,9 @@ def _reached(evaluation: AnyEvaluation) -> list[str]:
         own = evaluation.found["policy"]
         noise = max(found.contact for who, found in evaluation.found.items() if who != "policy")
         return [f"touches an object in {own.contact:.1%} of its decisions; random actions in at most {noise:.1%}"]
+    if isinstance(evaluation, ActionError):
+        ratio = "unknown: its actions do not vary" if evaluation.ratio is None else f"{evaluation.ratio:.3f}"
+        return [f"squared action error on held-out episodes: {ratio} (predicting the mean action: 1)"]
     whole = {who: scores.get("all", next(iter(scores.values()))) for who, scores in evaluation.scores.items()}
     policy, random = whole["policy"], whole.get("random")
     if evaluation.spec.reports_success:
@@ -64,6 +69,13 @@ def _next_commands(config: Config) -> dict[str, str]:
     match config.phase:
         case "finetune":
             return report | video | _train(config, "finetune", f"pretrained={given}", "continue from these weights")
+        case "imitate" if isinstance(config.env, DatasetConfig):
+            measure = {f"sparring eval {run}": "measure the action error again, of each entry"}
+            return (
+                report
+                | measure
+                | _train(config, "finetune", f"pretrained={given} env.name=ENV", "improve it by RL in an env")
+            )
         case "imitate":
             return _train(config, "finetune", f"pretrained={given}", "improve it by RL") | video | report
         case "teacher":
