@@ -102,6 +102,19 @@ def test_envs_without_an_expert_are_refused(tmp_path, name, settings, message):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("name", ["follows_in_wrappers", "follows_in_own_action_wrapper"])
+def test_an_expert_inside_wrappers_is_recorded_like_the_env_itself(dataset, tmp_path, name):
+    record(plan(name=f"gym_doubles:{name}"), 7, tmp_path / "wrapped", quiet=True)
+    wrapped, bare = Demonstrations(tmp_path / "wrapped"), Demonstrations(dataset)
+    assert np.array_equal(wrapped.numbers("action"), bare.numbers("action"))
+    assert np.array_equal(wrapped.numbers("observation.state"), bare.numbers("observation.state"))
+
+
+def test_an_expert_inside_an_action_wrapper_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"RescaleAction changes the actions of the expert inside it; add a method"):
+        record(plan(name="gym_doubles:follows_rescaled"), 1, tmp_path / "none", quiet=True)
+
+
 def test_several_envs_are_refused():
     with pytest.raises(UserError, match="only built-in tasks can be recorded together"):
         Plan.of([NAME, "reach_d0"], None, [], 0.0, False, "yuv444p")

@@ -198,3 +198,30 @@ class Follows(gymnasium.Env):
         side = "left" if self.goal[0] < 0 else "right"
         eye = np.full((8, 16, 3), 40 if side == "left" else 200, np.uint8)
         return {"state": np.concatenate([self.point, self.goal]), "eye": eye, "text": f"go to the {side}"}
+
+
+class _Halves(gymnasium.wrappers.RescaleAction):
+    """Takes actions of -1 to 1, and so does its expert."""
+
+    def __init__(self, env):
+        super().__init__(env, np.float32(-1), np.float32(1))
+
+    def expert_action(self):
+        return self.env.expert_action() / 2
+
+
+def _with_limit(env):
+    env.max_episode_steps = Follows.max_episode_steps
+    return env
+
+
+def follows_in_wrappers():
+    return _with_limit(Wrapped(Wrapped(Follows())))
+
+
+def follows_in_own_action_wrapper():
+    return _with_limit(Wrapped(_Halves(Follows())))
+
+
+def follows_rescaled():
+    return _with_limit(gymnasium.wrappers.RescaleAction(Follows(), np.float32(-1), np.float32(1)))

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import gymnasium
 import numpy as np
 
 from sparring.contract import EnvSpec, text_of
@@ -84,10 +85,14 @@ class _Gymnasium:
         self.names: dict[str, list[str]] = {}
         self.step, self.close = self.env.step, self.env.close
         self._robots = self.env.robots
-        if not hasattr(self._robots[0].env, "expert_action") or self.spec.discrete_actions:
+        if not self._robots[0].env.has_wrapper_attr("expert_action") or self.spec.discrete_actions:
             self.close()
             needs = "it needs continuous actions and a method expert_action() that returns one for the current state"
             raise UserError(f"env.name={config.name} has no scripted expert; {needs}")
+        if (wrapper := _changes_actions(self._robots[0].env)) is not None:
+            self.close()
+            needs = f"add a method expert_action() to {wrapper} that returns actions of its own action_space"
+            raise UserError(f"env.name={config.name}: {wrapper} changes the actions of the expert inside it; {needs}")
         if not self.spec.max_episode_steps:
             self.close()
             raise UserError(f"env.name={config.name} has no time limit; set rollout.max_episode_steps")
@@ -97,8 +102,7 @@ class _Gymnasium:
         return self.env.reset(seeds)
 
     def expert(self) -> np.ndarray:
-        envs: list[Any] = [robot.env for robot in self._robots]
-        chosen = [env.expert_action() for env in envs]
+        chosen = [robot.env.get_wrapper_attr("expert_action")() for robot in self._robots]
         steps = np.stack([robot.actions.encode(action) for robot, action in zip(self._robots, chosen, strict=True)])
         if self._noise:
             steps += self._noise * np.stack([rng.standard_normal(steps.shape[1]) for rng in self._rngs])
@@ -107,3 +111,12 @@ class _Gymnasium:
     def tasks(self, observation: Arrays) -> list[tuple[str, str]]:
         texts = observation.get("instruction", np.zeros((self.env.num_envs, 0), np.uint8))
         return [(self._name, text_of(text)) for text in texts]
+
+
+def _changes_actions(env: gymnasium.Env) -> str | None:
+    """The name of a wrapper of actions outside of the expert, if there is one."""
+    while isinstance(env, gymnasium.Wrapper) and not hasattr(env, "expert_action"):
+        if isinstance(env, gymnasium.ActionWrapper):
+            return type(env).__name__
+        env = env.env
+    return None
