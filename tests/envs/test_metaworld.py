@@ -11,7 +11,7 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot
 from sparring.envs.gym_batch import SerialBackend
-from sparring.envs.sims.metaworld import INSTRUCTIONS, SETS
+from sparring.envs.sims.metaworld import INSTRUCTIONS, SETS, MetaWorld
 
 pytest.importorskip("metaworld", reason="needs Meta-World: docs/simulators.md")
 
@@ -117,8 +117,11 @@ def test_only_the_frames_of_decisions_are_drawn():
     assert drawn == ["corner2", "gripperPOV"] * 2 and arrays["image/gripperPOV"].max() == 4
 
 
+CORNERS = ["corner", "corner2", "corner3", "corner4"]
+
+
 def test_cameras_draw_the_scene_upright():
-    one = robot("drawer-open-v3", cameras=["corner2", "topview"], image_size=64)
+    one = robot("drawer-open-v3", cameras=[*CORNERS, "topview"], image_size=64)
     one.reset(0)
     if one.render() is None:
         pytest.skip(one.no_picture)
@@ -129,17 +132,49 @@ def test_cameras_draw_the_scene_upright():
     red = corner[0] - corner[1:].max(0) > 40
     assert red.sum() > 100 and red[:, :32].sum() > red[:, 32:].sum()
     assert arrays["image/topview"].std() > 20
+    for camera in CORNERS:
+        # the model's picture has its top at the bottom: the vertical axis of the camera points down
+        model, data = one.env.model, one.env.data
+        raw = one.env._drawn[one.env.task, 64].draw(data, camera)[0].transpose(2, 0, 1)
+        assert data.cam_xmat[model.camera(camera).id].reshape(3, 3)[2, 1] < -0.5
+        assert np.array_equal(arrays[f"image/{camera}"][0], raw[:, ::-1, ::-1])
     one.close()
 
 
-def test_check_finds_nothing_wrong_and_prints_the_roles(capsys):
+def test_check_finds_nothing_wrong_and_prints_the_roles(capsys, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code = main(["check", "metaworld:reach-v3", "rollout.max_episode_steps=20"])
+        code = main(["check", "metaworld:reach-v3", "rollout.max_episode_steps=20", f"--output={tmp_path}"])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "role of 'state': Box [39] float64 -> state, 39 numbers" in printed
-    assert "role of 'instruction'" in printed and "the same seed gives the same trajectories" in printed
+    assert "role of 'instruction'" in printed and "the same seed and actions give the same trajectories" in printed
+    assert "with the expert" in printed and "no errors, no warnings, no notes" in printed
+
+
+def test_check_compares_images_with_the_cameras_of_the_model(capsys, tmp_path, monkeypatch):
+    one = robot("reach-v3")
+    one.reset(0)
+    if one.render() is None:
+        pytest.skip(one.no_picture)
+    one.close()
+    word = ["check", "metaworld:reach-v3", "rollout.max_episode_steps=3", f"--output={tmp_path}"]
+    word.append("env.kwargs.cameras=[corner,topview]")
+    assert main(word) == 0
+    printed = capsys.readouterr().out
+    assert "image/corner: it is the picture of the model's camera turned by 180 degrees; up is 0.96" in printed
+    assert "image/topview: it is the picture of the model's camera as drawn, which looks up or down" in printed
+    faults = {
+        (1, 1): "image/corner: upside down: it is the picture of the model's camera as drawn, and its up points down",
+        (1, -1): "image/corner: upside down: it is the picture of the model's camera with its columns in reverse",
+        (-1, 1): "image/corner: mirrored: it is the picture of the model's camera with its rows in reverse",
+    }
+    draw = MetaWorld._draw
+    for (rows, columns), message in faults.items():
+        turn = (slice(None, None, -rows), slice(None, None, -columns))
+        monkeypatch.setattr(MetaWorld, "_draw", lambda *given, turn=turn: [drawn[turn] for drawn in draw(*given)])
+        assert main(word) == 0
+        assert message in capsys.readouterr().out
 
 
 def test_workers_give_the_same_results_as_one_process():

@@ -78,7 +78,7 @@ _MT10 = [
 _MT10 += ["window-open", "window-close"]
 SETS = {"mt10": tuple(f"{name}-v3" for name in _MT10), "mt50": tuple(INSTRUCTIONS)}
 CAMERAS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
-_UPSIDE_DOWN = "corner2"
+_UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 _ROBOT = [0, 1, 2, 3, 18, 19, 20, 21]  # hand position and gripper opening, of this step and of the one before
 _PICTURE = 256  # side of a video frame, pixels
 _NO_LIMIT = 2**31  # Meta-World raises an exception after its own limit
@@ -174,7 +174,7 @@ class MetaWorld(gymnasium.Env):
     def camera_model(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         intrinsics, matrix = camera_model(self._env.model, self._env.data, name, self._size, self._size)
         # a camera that is turned by half a turn has x and y reversed
-        return intrinsics, matrix * [-1, -1, 1, 1] if name == _UPSIDE_DOWN else matrix
+        return intrinsics, matrix * [-1, -1, 1, 1] if name in _UPSIDE_DOWN else matrix
 
     def gripper_pose(self) -> np.ndarray:
         """The point between the fingers, with the axes of the hand."""
@@ -194,6 +194,15 @@ class MetaWorld(gymnasium.Env):
         self._env.seed(0)
         self._env.reset()  # creates what its step needs
         restore_state(self._env, saved["inner"])
+
+    @property
+    def model(self) -> Any:
+        """The MuJoCo model of the current task; `sparring check` compares its cameras with the images."""
+        return self._env.model
+
+    @property
+    def data(self) -> Any:
+        return self._env.data
 
     @property
     def _env(self) -> Any:
@@ -222,4 +231,4 @@ class MetaWorld(gymnasium.Env):
         if (self.task, size) not in self._drawn:
             self._drawn[self.task, size] = Cameras(self._env.model, size, size)
         image, depth = self._drawn[self.task, size].draw(self._env.data, camera)
-        return (image[::-1, ::-1], depth[::-1, ::-1]) if camera == _UPSIDE_DOWN else (image, depth)
+        return (image[::-1, ::-1], depth[::-1, ::-1]) if camera in _UPSIDE_DOWN else (image, depth)
