@@ -135,7 +135,7 @@ def test_every_name_of_the_package_exists():
 
 
 def test_torchvision_is_absent_or_importable():
-    from sparring.evaluation.check import _torchvision
+    from sparring.check.command import _torchvision
 
-    what, fine, seen = _torchvision()
-    assert (what, fine) == ("torchvision", True), seen
+    found = _torchvision()
+    assert (found.what, found.severity) == ("torchvision", "ok"), found

@@ -34,7 +34,7 @@ LAYERS = [
         "config.convert",
     },
     {"record", "runs", "evaluation", "api"},
-    {"report", "demos", "cli", "__main__"},
+    {"report", "demos", "check", "cli", "__main__"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

@@ -40,7 +40,7 @@ def work(tmp_path, monkeypatch):
     def stop(*_, **__):
         raise UserError("this is as far as it goes here")
 
-    for heavy in ("runs.run.Run.__init__", "processes.launch.launch", "runs.dry_run.dry_run", "evaluation.check.check"):
+    for heavy in ("runs.run.Run.__init__", "processes.launch.launch", "runs.dry_run.dry_run", "check.command.check"):
         monkeypatch.setattr(f"sparring.{heavy}", stop)
     for heavy in ("report.page._Server.serve_forever", "demos.record.record", "demos.show.task_rows"):
         monkeypatch.setattr(f"sparring.{heavy}", stop)

@@ -14,9 +14,11 @@ from sparring.policies import POLICIES
 
 def add(commands) -> None:
     check = commands.add_parser("check", help="check the installation, an env or a policy before training", **OPTIONS)
-    name = "gym:<id>, sparring/<task>, your.module:Class or a dataset (default: the installation and the built-in arm)"
+    name = "gym:<id>, a task, a policy, your.module:Class or a dataset (default: the installation and the built-in arm)"
     check.add_argument("name", nargs="?", metavar="NAME", help=name)
-    offered: dict[str, Any] = {"name": lambda: [*ENVS, *POLICIES, *(f"sparring/{task}" for task in _task_names())]}
+    where = "folder of the contact sheet of all cameras (default: outputs/check)"
+    check.add_argument("--output", metavar="DIR", help=where)
+    offered: dict[str, Any] = {"name": lambda: [*ENVS, *POLICIES, *_task_names()]}
     check.set_defaults(command=_check, takes_overrides=True, offered=offered)
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **OPTIONS)
     tasks.add_argument("--sheet", metavar="PNG", help="draw all tasks to this image file instead of listing them")
@@ -61,12 +63,13 @@ def _number(text: str) -> float:
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    known = (*ENVS, *POLICIES)
+    known = (*ENVS, *POLICIES, *_task_names())
     if arguments.name and arguments.name not in known and os.path.exists(arguments.name):
         return _check_dataset(arguments.name, overrides)
-    from sparring.evaluation.check import check
+    from sparring.check.command import check
 
-    return check(arguments.name, overrides)
+    base = Path(os.environ.get("OUTPUT_BASE") or "outputs")
+    return check(arguments.name, overrides, Path(arguments.output or base / "check"))
 
 
 def _check_dataset(path: str, overrides: list[str]) -> int:

@@ -113,6 +113,11 @@ class Env:
         """The root observation itself if no episode ended, else a copy with the true last observations."""
         if not len(ended):
             return observation
+        for name in observation.keys(True, True):
+            entry = name if isinstance(name, str) else "/".join(name)
+            if entry not in final:
+                given = f"Step.final has no {entry!r}, but {', '.join(final) or 'nothing'}"
+                raise UserError(f"{given}; give every entry of Step.observation in it")
         for name, value in final.items():
             if len(value) != len(ended):
                 given = f"Step.final[{name!r}] has {len(value)} rows, but {len(ended)} episodes ended"
