@@ -186,14 +186,14 @@ class MetaWorld(gymnasium.Env):
         self._drawn = {}
 
     def get_state(self) -> dict[str, Any]:
-        inner = saved_state(self._env)
+        inner = saved_state(self._env.model, self._env.data, [self._env])
         return {"task": self.task, "succeeded": self._succeeded, "state": self._state, "inner": inner}
 
     def set_state(self, saved: dict[str, Any]) -> None:
         self.task, self._succeeded, self._state = saved["task"], saved["succeeded"], saved["state"]
         self._env.seed(0)
         self._env.reset()  # creates what its step needs
-        restore_state(self._env, saved["inner"])
+        restore_state(self._env.model, self._env.data, [self._env], saved["inner"])
 
     @property
     def model(self) -> Any:

@@ -1,11 +1,19 @@
 """Cameras and saved states of envs that hold a MuJoCo model and its data."""
 
+import atexit
+import contextlib
+import functools
 import importlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 from sparring.envs.tabletop.render.mujoco import windowless_gl
+from sparring.envs.tabletop.scene import load_mujoco
+from sparring.errors import UserError
 
 # what resets change in a model, e.g. the place of a door
 _MODEL = (
@@ -22,10 +30,23 @@ _MODEL = (
 _PLAIN = (bool, int, float, str, np.ndarray, np.generic, type(None))
 
 
+@contextlib.contextmanager
+def without_gl() -> Iterator[None]:
+    """For the import of packages that choose a GL library of their own or set MUJOCO_GL, also for child processes."""
+    load_mujoco()
+    before, os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL"), "disable"
+    try:
+        yield
+    finally:
+        del os.environ["MUJOCO_GL"]
+        if before is not None:
+            os.environ["MUJOCO_GL"] = before
+
+
 class Cameras:
     """Draws cameras of a model without a window, shadows, reflections and antialiasing, which take most of the time."""
 
-    def __init__(self, model: Any, height: int, width: int):
+    def __init__(self, model: Any, height: int, width: int, hidden: tuple[int, ...] = ()):
         import mujoco
 
         self._mujoco, self._model = mujoco, model
@@ -39,10 +60,12 @@ class Cameras:
         self._context.readDepthMap = mujoco.mjtDepthMap.mjDEPTH_ZEROFAR  # more precise for far points
         model.vis.quality.offsamples = samples
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._scene = mujoco.MjvScene(model, maxgeom=model.ngeom + 100)
+        self._scene = mujoco.MjvScene(model, maxgeom=model.ngeom + model.nsite + 100)
         for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
             self._scene.flags[flag] = 0
         self._options = mujoco.MjvOption()
+        self._options.geomgroup[list(hidden)] = 0
+        atexit.register(self._gl.free)  # before EGL ends, which is also registered
 
     def draw(self, data: Any, camera: str) -> tuple[np.ndarray, np.ndarray]:
         """Image uint8 [H, W, 3] and depth float32 [H, W] along the optical axis, metres; 0 where nothing is."""
@@ -63,6 +86,7 @@ class Cameras:
         return pixels[::-1], np.where(depth > 0, metres, 0.0).astype(np.float32)[::-1]
 
     def close(self) -> None:
+        atexit.unregister(self._gl.free)
         self._gl.make_current()
         self._context.free()
         self._gl.free()
@@ -83,26 +107,88 @@ def pose(position: np.ndarray, rotation: np.ndarray) -> np.ndarray:
     return matrix
 
 
-def saved_state(env: Any) -> dict[str, Any]:
-    """The simulation, what resets changed in the model, and the env's own plain attributes."""
+class Views:
+    """Cameras of one model as observations of a gymnasium env, each with its depth if `depth`. They are functions that
+    draw: only what is read is drawn. Geoms of the groups `hidden` are not drawn."""
+
+    def __init__(
+        self, model: Any, data: Any, cameras: list[str] | str, size: int, depth: bool, hidden: tuple[int, ...] = ()
+    ):
+        self.cameras = [cameras] if isinstance(cameras, str) else list(cameras)
+        known = [model.camera(index).name for index in range(model.ncam)]
+        if wrong := [camera for camera in self.cameras if camera not in known]:
+            raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; this env has {', '.join(known)}")
+        if depth not in (True, False):
+            raise UserError(f"env.kwargs.depth={depth!r}; expected true or false")
+        if not isinstance(size, int) or size < 8:
+            raise UserError(f"env.kwargs.image_size={size!r}; expected pixels, at least 8")
+        self._model, self._data, self._size, self._depth, self._hidden = model, data, size, depth, hidden
+        self._drawn: dict[int, Cameras] = {}
+
+    def spaces(self) -> dict[str, spaces.Space]:
+        square = (self._size, self._size)
+        found: dict[str, spaces.Space] = {camera: spaces.Box(0, 255, (*square, 3), np.uint8) for camera in self.cameras}
+        if self._depth:
+            found |= {f"{camera}_depth": spaces.Box(0, np.inf, square) for camera in self.cameras}
+        return found
+
+    def observed(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for camera in self.cameras:
+            # one drawing has image and depth
+            draw = functools.cache(functools.partial(self.draw, camera, self._size))
+            found[camera] = lambda draw=draw: draw()[0]
+            if self._depth:
+                found[f"{camera}_depth"] = lambda draw=draw: draw()[1]
+        return found
+
+    def draw(self, camera: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Image [size, size, 3] and depth [size, size]."""
+        if size not in self._drawn:
+            self._drawn[size] = Cameras(self._model, size, size, self._hidden)
+        return self._drawn[size].draw(self._data, camera)
+
+    def camera_model(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return camera_model(self._model, self._data, name, self._size, self._size)
+
+    def close(self) -> None:
+        for cameras in self._drawn.values():
+            cameras.close()
+        self._drawn = {}
+
+
+def saved_state(model: Any, data: Any, owners: list[Any]) -> dict[str, Any]:
+    """The simulation, what resets changed in the model, and the plain attributes of `owners`."""
     import mujoco
 
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
-    simulation = np.empty(mujoco.mj_stateSize(env.model, kind))
-    mujoco.mj_getState(env.model, env.data, simulation, kind)
-    own = {name: value for name, value in vars(env).items() if isinstance(value, _PLAIN) and name != "render_mode"}
-    # a view of the simulation is not a value: the reset before `restore_state` makes it again
-    own = {name: value for name, value in own.items() if not np.may_share_memory(value, env.data.xpos)}
-    return {"simulation": simulation, "model": {name: getattr(env.model, name).copy() for name in _MODEL}, "own": own}
+    simulation = np.empty(mujoco.mj_stateSize(model, kind))
+    mujoco.mj_getState(model, data, simulation, kind)
+    own = []
+    for owner in owners:
+        own.append({name: value for name, value in vars(owner).items() if _is_plain(value) and name != "render_mode"})
+    return {"simulation": simulation, "model": {name: getattr(model, name).copy() for name in _MODEL}, "own": own}
 
 
-def restore_state(env: Any, saved: dict[str, Any]) -> None:
+def restore_state(model: Any, data: Any, owners: list[Any], saved: dict[str, Any]) -> None:
     import mujoco
 
     for name, value in saved["model"].items():
-        getattr(env.model, name)[:] = value
-    mujoco.mj_setState(env.model, env.data, saved["simulation"], mujoco.mjtState.mjSTATE_INTEGRATION)
-    mujoco.mj_forward(env.model, env.data)
+        getattr(model, name)[:] = value
+    mujoco.mj_setState(model, data, saved["simulation"], mujoco.mjtState.mjSTATE_INTEGRATION)
+    mujoco.mj_forward(model, data)
     # again: mj_forward has changed qacc_warmstart
-    mujoco.mj_setState(env.model, env.data, saved["simulation"], mujoco.mjtState.mjSTATE_INTEGRATION)
-    vars(env).update(saved["own"])
+    mujoco.mj_setState(model, data, saved["simulation"], mujoco.mjtState.mjSTATE_INTEGRATION)
+    for owner, plain in zip(owners, saved["own"], strict=True):
+        vars(owner).update(plain)
+
+
+def _is_plain(value: Any) -> bool:
+    """A view of the simulation is not plain: the reset before `restore_state` makes it again."""
+    if not isinstance(value, _PLAIN) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
+        return False
+    while isinstance(value, np.ndarray):
+        value = value.base
+        if value is not None and not isinstance(value, np.ndarray):
+            return False
+    return True
