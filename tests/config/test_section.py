@@ -18,6 +18,7 @@ from sparring.config.legacy import ALIASES
 from sparring.config.schema import SCHEMA
 from sparring.config.section import ConfigError, Schema, Section, accepted
 from sparring.config.text import Setting, flatten, parse_overrides, read_settings, to_yaml
+from sparring.envs import ENVS, SIMS
 from sparring.envs.configs import GymConfig, TabletopConfig
 from sparring.errors import UserError
 from sparring.phases import CHAIN, PHASES
@@ -27,6 +28,7 @@ from sparring.runs.train_all import _settings_of as settings_of
 load_config = partial(schema.load_config, inherit=False)
 CONFIGS = Path(__file__).parents[2] / "configs"
 GYM = {"env": {"name": "gym:CartPole-v1"}}
+KNOWN_ENVS = f"{', '.join(ENVS)}, gym:ID, {', '.join(f'{prefix}:TASK' for prefix in SIMS)}, or your.module:Class"
 
 
 def load(*words, file=None):
@@ -307,17 +309,11 @@ ERRORS = {
     "ppo.gamma={}": "ppo.gamma = {} (..): expected a number >= 0 and <= 1",
     "rollout.n_envs=two": "rollout.n_envs = two (..): expected an integer > 0",
     "env.cameras=[side]": "env.cameras = [side] (..): expected a list, each one of: head, wrist",
-    "env.name=tabletap": (
-        "env.name = tabletap (..): unknown env 'tabletap'; nearest: tabletop; known: "
-        "tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class"
-    ),
+    "env.name=tabletap": (f"env.name = tabletap (..): unknown env 'tabletap'; nearest: tabletop; known: {KNOWN_ENVS}"),
     "env.name=CartPole-v1": (
-        "env.name = CartPole-v1 (..): unknown env 'CartPole-v1'; did you mean gym:CartPole-v1? known: tabletop, "
-        "dataset, gym:ID, metaworld:TASK, or your.module:Class"
+        f"env.name = CartPole-v1 (..): unknown env 'CartPole-v1'; did you mean gym:CartPole-v1? known: {KNOWN_ENVS}"
     ),
-    "env.name=[1]": (
-        "env.name = [1] (..): expected one of: tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class"
-    ),
+    "env.name=[1]": f"env.name = [1] (..): expected one of: {KNOWN_ENVS}",
     "policy.name=mlp": (
         "policy.name = mlp (..): unknown policy 'mlp'; known: actor_critic, flow, vla, native_vla, pi0, or "
         "your.module:Class"
@@ -353,8 +349,7 @@ def test_each_kind_of_error(words):
 
 def test_keys_of_a_section_of_unknown_class_are_not_checked():
     assert errors_of("env.name=tabletap", "env.kwargs.gravity=1", "ppo.gamma=2") == [
-        "env.name = tabletap (from command line): unknown env 'tabletap'; nearest: tabletop; "
-        "known: tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class",
+        f"env.name = tabletap (from command line): unknown env 'tabletap'; nearest: tabletop; known: {KNOWN_ENVS}",
         "ppo.gamma = 2 (from command line): expected a number >= 0 and <= 1",
     ]
 
@@ -362,7 +357,7 @@ def test_keys_of_a_section_of_unknown_class_are_not_checked():
 def test_without_gymnasium_no_id_is_suggested(monkeypatch):
     monkeypatch.setattr("sparring.config.schema.find_spec", lambda name: None)
     (line,) = errors_of("env.name=CartPole-v1")
-    assert "unknown env 'CartPole-v1'; known: tabletop, dataset, gym:ID, metaworld:TASK, or your.module:Class" in line
+    assert f"unknown env 'CartPole-v1'; known: {KNOWN_ENVS}" in line
 
 
 @pytest.mark.parametrize("phase", ["finetune", "imitate"])

@@ -20,8 +20,9 @@ from sparring.errors import UserError, visible
 from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manifest, sign
 
 _GIVEN = ContextVar("trust", default=False)
+# prefixes of env.name that name an adapter of ours, as in envs.SIMS
+SIMULATORS = ("metaworld", "robosuite")
 # module:anything, as gymnasium imports the module whatever follows. Python names may contain more than \w, e.g. U+2118
-SIMULATORS = ("metaworld",)  # prefixes of env.name that name an adapter of ours, as in envs.SIMS
 _IMPORT_PATH = re.compile(r"\s*(?!\d)(?:[\w.-]|[^\x00-\x7f])+:\s*\S.*", re.DOTALL)
 _HARMLESS = re.compile(r"(cpu|cuda|mps|xpu|meta):\d+|https?://.*", re.DOTALL)
 # file that names code -> other files that --trust signs in its folder; all other files of a run may still change

@@ -2,4 +2,7 @@
 
 ENVS = {"tabletop": "sparring.envs.tabletop.backend:Tabletop", "dataset": "sparring.envs.recorded:Recorded"}
 # other simulators: prefix of env.name -> function (rest of the name, **env.kwargs) that makes a gymnasium env
-SIMS = {"metaworld": "sparring.envs.sims.metaworld:make"}
+SIMS = {
+    "metaworld": "sparring.envs.sims.metaworld:make",
+    "robosuite": "sparring.envs.sims.robosuite:make",
+}
