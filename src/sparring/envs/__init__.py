@@ -5,4 +5,5 @@ ENVS = {"tabletop": "sparring.envs.tabletop.backend:Tabletop", "dataset": "sparr
 SIMS = {
     "metaworld": "sparring.envs.sims.metaworld:make",
     "robosuite": "sparring.envs.sims.robosuite:make",
+    "mimicgen": "sparring.envs.sims.mimicgen:make",
 }
