@@ -6,4 +6,5 @@ SIMS = {
     "metaworld": "sparring.envs.sims.metaworld:make",
     "robosuite": "sparring.envs.sims.robosuite:make",
     "mimicgen": "sparring.envs.sims.mimicgen:make",
+    "aloha": "sparring.envs.sims.aloha:make",
 }
