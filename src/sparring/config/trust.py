@@ -21,7 +21,7 @@ from sparring.processes.manifest import MANIFEST, damage, is_signed, read_manife
 
 _GIVEN = ContextVar("trust", default=False)
 # prefixes of env.name that name an adapter of ours, as in envs.SIMS
-SIMULATORS = ("metaworld", "robosuite", "mimicgen", "aloha")
+SIMULATORS = ("metaworld", "robosuite", "mimicgen", "aloha", "maniskill", "libero", "robotwin")
 # module:anything, as gymnasium imports the module whatever follows. Python names may contain more than \w, e.g. U+2118
 _IMPORT_PATH = re.compile(r"\s*(?!\d)(?:[\w.-]|[^\x00-\x7f])+:\s*\S.*", re.DOTALL)
 _HARMLESS = re.compile(r"(cpu|cuda|mps|xpu|meta):\d+|https?://.*", re.DOTALL)

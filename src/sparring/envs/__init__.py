@@ -7,4 +7,7 @@ SIMS = {
     "robosuite": "sparring.envs.sims.robosuite:make",
     "mimicgen": "sparring.envs.sims.mimicgen:make",
     "aloha": "sparring.envs.sims.aloha:make",
+    "maniskill": "sparring.envs.sims.maniskill:make",
+    "libero": "sparring.envs.sims.libero:make",
+    "robotwin": "sparring.envs.sims.robotwin:make",
 }

@@ -25,6 +25,8 @@ from sparring.processes.memory import SharedMemory
 
 log = logging.getLogger("sparring.env")
 
+# environment variable of a worker: its number in its group
+WORKER = "SPARRING_WORKER"
 CLOSE_S, CLOSE_BUSY_S = 5.0, 0.5  # seconds that workers have to close envs: when idle; in the middle of a step
 
 
@@ -245,7 +247,8 @@ class _Worker(Child):
     def __init__(self, number: int, envs: range):
         self.envs = envs
         name = f"worker {number} (envs {envs[0]}..{envs[-1]})"
-        super().__init__("sparring.envs.worker_main", name, {"OMP_NUM_THREADS": "1", **os.environ})
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, WORKER: str(number)}
+        super().__init__("sparring.envs.worker_main", name, environment)
 
     def reply(self, check: Callable[[], None], may_die: bool = False) -> tuple[bool, Any]:
         try:
