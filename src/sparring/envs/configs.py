@@ -111,8 +111,10 @@ class GymConfig(Section):
     """A gymnasium env, by its id."""
 
     name: str = Field(description="gym:<gymnasium id>, metaworld:<task>, or your.module:Class of a gymnasium.Env")
-    vectorize: Literal["serial", "process"] = Field(
-        "serial", description="serial: all envs in this process; process: worker processes with shared memory"
+    vectorize: Literal["serial", "process", "gpu"] = Field(
+        "serial",
+        description="serial: all envs in this process; process: worker processes with shared memory; gpu: ManiSkill's "
+        "GPU simulator",
     )
     workers: int = Field(0, ge=0, description="processes of each group if vectorize=process; 0: one per core in total")
     restarts: int = Field(

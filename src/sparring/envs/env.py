@@ -149,7 +149,11 @@ class _Watched(OwnStage):
             error.exit_code = 1 if self.stage in ("reset", "simulate") else error.exit_code
 
 
-_GYM_BACKENDS = {"serial": "sparring.envs.gym_batch:SerialBackend", "process": "sparring.envs.workers:ProcessBackend"}
+_GYM_BACKENDS = {
+    "serial": "sparring.envs.gym_batch:SerialBackend",
+    "process": "sparring.envs.workers:ProcessBackend",
+    "gpu": "sparring.envs.sims.maniskill_gpu:ManiSkillBatch",
+}
 
 
 def make_env(

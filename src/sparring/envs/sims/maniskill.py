@@ -1,7 +1,9 @@
-"""ManiSkill: tasks of many robots in SAPIEN, e.g. `env.name=maniskill:PickCube-v1`, one env on the CPU per robot.
+"""ManiSkill: tasks of many robots in SAPIEN, e.g. `env.name=maniskill:PickCube-v1`.
 
-Actions and states are torch tensors of one row inside of ManiSkill, and numpy arrays outside of this module."""
+`ManiSkill` is one robot in ManiSkill's CPU simulator; maniskill_gpu.py steps many together on a GPU. Letters: N robots
+(1 on the CPU), A action dims, S state dims."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import gymnasium
@@ -34,8 +36,8 @@ INSTRUCTIONS = {
     "TwoRobotPickCube-v1": "hand the cube over and lift it to the goal",
     "TwoRobotStackCube-v1": "stack the cubes at the goal with both robots",
 }
+LONGEST = 64  # characters of an instruction
 REWARDS = {"dense": "normalized_dense", "sparse": "sparse"}
-AT_SUCCESS = ("truncate", "terminate", "continue")
 VULKAN = (
     "ManiSkill needs Vulkan, even without cameras: the driver of a GPU, or Mesa 24.3 or later for the CPU "
     "(apt install -t bookworm-backports mesa-vulkan-drivers on Debian 12)"
@@ -43,46 +45,110 @@ VULKAN = (
 _PICTURE = 256  # side of a video frame, pixels
 
 
-def make(
-    name: str,
-    cameras: list[str] | str = (),  # type: ignore[assignment]
-    image_size: int = 64,
-    depth: bool = False,
-    state: Literal["full", "robot"] = "full",
-    reward: Literal["dense", "sparse"] = "dense",
-    control_mode: str | None = None,
-    at_success: Literal["truncate", "terminate", "continue"] | None = None,
-) -> "ManiSkill":
-    at_success = at_success or ("terminate" if reward == "sparse" else "truncate")
-    for key, value, known in (
-        ("state", state, ("full", "robot")),
-        ("reward", reward, tuple(REWARDS)),
-        ("at_success", at_success, AT_SUCCESS),
-    ):
-        if value not in known:
-            raise UserError(f"env.kwargs.{key}={value!r}; expected {', '.join(known)}")
-    cameras, size, full = [cameras] if isinstance(cameras, str) else list(cameras), int(image_size), state == "full"
-    inner, limit = _make_inner(name, size, "state" if full else "none", reward, control_mode)
-    if wrong := [camera for camera in cameras if camera not in inner.scene.sensors]:
-        raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; {name} has {', '.join(inner.scene.sensors)}")
-    if depth and not cameras:
-        raise UserError(f"env.kwargs.depth=true without cameras; {name} has {', '.join(inner.scene.sensors)}")
-    return ManiSkill(inner, limit, INSTRUCTIONS.get(name), cameras, size, depth, full, at_success)
+@dataclass
+class Task:
+    """A task with the `env.kwargs` of its env. `at_success` is what happens when it is solved: the episode is truncated
+    (the critic estimates what would follow, as in ManiSkill's own PPO), terminated, or continues to the time limit.
+    None: terminated with a sparse reward, truncated with a dense one."""
+
+    name: str
+    cameras: list[str] | str = ()  # type: ignore[assignment]
+    image_size: int = 64
+    depth: bool = False
+    state: Literal["full", "robot"] = "full"
+    reward: Literal["dense", "sparse"] = "dense"
+    control_mode: str | None = None
+    at_success: Literal["truncate", "terminate", "continue"] | None = None
+
+    def __post_init__(self):
+        self.cameras = [self.cameras] if isinstance(self.cameras, str) else list(self.cameras)
+        self.at_success = self.at_success or ("terminate" if self.reward == "sparse" else "truncate")
+        choices = {"state": ("full", "robot"), "reward": tuple(REWARDS)}
+        for key, known in (choices | {"at_success": ("truncate", "terminate", "continue")}).items():
+            if getattr(self, key) not in known:
+                raise UserError(f"env.kwargs.{key}={getattr(self, key)!r}; expected {', '.join(known)}")
+        if self.depth and not self.cameras:
+            raise UserError("env.kwargs.depth=true needs env.kwargs.cameras")
+
+    @property
+    def instruction(self) -> str | None:
+        return INSTRUCTIONS.get(self.name)
 
 
-def _make_inner(name: str, size: int, obs_mode: str, reward: str, control_mode: str | None) -> tuple[Any, int | None]:
+def make(name: str, **kwargs: Any) -> "ManiSkill":
+    return ManiSkill(Task(name, **kwargs))
+
+
+class Simulation:
+    """ManiSkill's env of a task: N robots stepped together, in torch tensors on its device."""
+
+    def __init__(self, task: Task, num_envs: int = 1, on_gpu: bool = False):
+        self.task = task
+        self.inner, self.limit = _make_inner(task, num_envs, on_gpu)
+        sensors = self.inner.scene.sensors
+        if wrong := [camera for camera in task.cameras if camera not in sensors]:
+            known = ", ".join(sensors) or "no cameras"
+            raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; {task.name} has {known}")
+        space = self.inner.single_action_space
+        # robot of an env -> its action space; a single robot has the name ""
+        self._robots = dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
+        bounds = [np.concatenate([getattr(each, end) for each in self._robots.values()]) for end in ("low", "high")]
+        self.action_space = spaces.Box(*bounds, dtype=np.float32)
+        self.state = self._read_state(self.inner.get_obs(), self.inner.get_info())  # [N, S]
+        self._drawn: dict[str, dict[str, Any]] = {}  # camera -> its images in the current state
+
+    def reset(self, seed: int | None, options: dict | None = None) -> None:
+        self._drawn = {}
+        self.state = self._read_state(*self.inner.reset(seed=seed, options=options))
+
+    def step(self, action: Any) -> tuple[Any, Any, Any]:
+        """Actions [N, A] -> (reward, solved, failed) `[N]`."""
+        edges = np.cumsum([len(space.low) for space in self._robots.values()])
+        parts = [action[:, end - len(space.low) : end] for end, space in zip(edges, self._robots.values(), strict=True)]
+        given = parts[0] if len(parts) == 1 else dict(zip(self._robots, parts, strict=True))
+        seen, reward, never, _, info = self.inner.step(given)
+        self._drawn = {}
+        self.state = self._read_state(seen, info)
+        no = never & False
+        return reward, info.get("success", no), info.get("fail", no)
+
+    def draw(self, camera: str) -> dict[str, Any]:
+        """`rgb` uint8 [N, H, W, 3] and, if asked for, `depth` float32 [N, H, W] in metres."""
+        if camera not in self._drawn:
+            for thing in self.inner._hidden_objects:  # goals, which only videos show
+                thing.hide_visual()
+            self.inner.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+            sensor = self.inner.scene.sensors[camera]
+            sensor.capture()
+            found = sensor.get_obs(rgb=True, depth=self.task.depth, position=False, segmentation=False)
+            if self.task.depth:
+                found["depth"] = found["depth"][..., 0].float() / 1000  # from millimetres
+            self._drawn[camera] = found
+        return self._drawn[camera]
+
+    def _read_state(self, seen: Any, info: dict) -> Any:
+        """`seen`: ManiSkill's observation, which holds the objects. Without them it is asked for the robot's part."""
+        if self.task.state == "full":
+            return seen
+        from mani_skill.utils.common import flatten_state_dict
+
+        return flatten_state_dict(self.inner._get_obs_state_dict(info), use_torch=True)
+
+
+def _make_inner(task: Task, num_envs: int, on_gpu: bool) -> tuple[Any, int | None]:
+    """(its env without wrappers, its time limit)."""
     try:
         import sapien
         from mani_skill.utils import download_asset, registration
     except ModuleNotFoundError as error:
         how = "docs/simulators.md has the commands that install it"
         raise UserError(f"ManiSkill needs the package {error.name}; {how}") from None
-    if name not in registration.REGISTERED_ENVS:
+    if task.name not in registration.REGISTERED_ENVS:
         known = ", ".join(sorted(registration.REGISTERED_ENVS))
-        raise UserError(f"env.name=maniskill:{name} is unknown; ManiSkill has {known}")
+        raise UserError(f"env.name=maniskill:{task.name} is unknown; ManiSkill has {known}")
 
     def refuse(message: str) -> bool:
-        how = f"python -m mani_skill.utils.download_asset {name}"
+        how = f"python -m mani_skill.utils.download_asset {task.name}"
         raise UserError(f"{message.partition('. Would')[0]}; download: {how}")
 
     download_asset.prompt_yes_no = refuse  # it would wait for an answer on standard input
@@ -90,23 +156,22 @@ def _make_inner(name: str, size: int, obs_mode: str, reward: str, control_mode: 
         device = "sapien_cuda" if sapien.Device("cuda").can_render() else "sapien_cpu"
     except RuntimeError:  # no such device
         device = "sapien_cpu"
-    pixels = {"width": size, "height": size}
     try:
         env = gymnasium.make(
-            name,
-            num_envs=1,
-            obs_mode=obs_mode,
-            reward_mode=REWARDS[reward],
-            control_mode=control_mode,
+            task.name,
+            num_envs=num_envs,
+            obs_mode="state" if task.state == "full" else "none",
+            reward_mode=REWARDS[task.reward],
+            control_mode=task.control_mode,
             render_mode="rgb_array",
-            sim_backend="physx_cpu",
+            sim_backend="physx_cuda" if on_gpu else "physx_cpu",
             render_backend=device,
-            sensor_configs=pixels,
+            sensor_configs={"width": task.image_size, "height": task.image_size},
             human_render_camera_configs={"width": _PICTURE, "height": _PICTURE},
         )
     except NotImplementedError as error:
-        given = f"env.kwargs.reward={reward}" if "reward" in str(error) else "env.kwargs.state=robot"
-        raise UserError(f"{name} has no {given}: {error}") from None
+        given = f"env.kwargs.reward={task.reward}" if "reward" in str(error) else f"env.kwargs.state={task.state}"
+        raise UserError(f"{task.name} has no {given}: {error}") from None
     except AssertionError as error:
         if "supported modes" not in str(error):
             raise
@@ -115,108 +180,74 @@ def _make_inner(name: str, size: int, obs_mode: str, reward: str, control_mode: 
         if "rendering device" not in str(error):
             raise
         raise UserError(f"{VULKAN}; SAPIEN said: {error}") from None
-    return env.unwrapped, registration.REGISTERED_ENVS[name].max_episode_steps
+    return env.unwrapped, registration.REGISTERED_ENVS[task.name].max_episode_steps
 
 
 class ManiSkill(ReplayedEnv):
-    """Success: the task was solved at some step of the episode. `at_success` is what then happens: the episode is
-    truncated (the critic estimates what would follow, as in ManiSkill's own PPO), terminated, or continues to the time
-    limit. A failure, which some tasks know, terminates it."""
+    """Success: the task was solved at some step of the episode. A failure, which some tasks know, terminates it."""
 
-    def __init__(
-        self,
-        inner: Any,
-        limit: int | None,
-        instruction: str | None,
-        cameras: list[str],
-        image_size: int,
-        depth: bool,
-        full: bool,
-        at_success: str,
-    ):
+    def __init__(self, task: Task):
         super().__init__()
-        self.inner, self.max_episode_steps, self.instruction = inner, limit, instruction
-        self._cameras, self._depth, self._full, self._at_success = cameras, depth, full, at_success
-        self.metadata = {"render_modes": ["rgb_array"], "render_fps": inner.control_freq}
-        self._succeeded = False
-        self._pictures: dict[str, dict[str, np.ndarray]] = {}  # camera -> what it shows in the current state
-        space = inner.single_action_space
-        # robot -> its space; a single robot has the name ""
-        self._robots = dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
-        low, high = (np.concatenate([getattr(each, end) for each in self._robots.values()]) for end in ("low", "high"))
-        self.action_space = spaces.Box(low, high, dtype=np.float32)
-        state = self._read_state(inner.get_obs(), inner.get_info())
-        shown: dict[str, spaces.Space] = {"state": spaces.Box(-np.inf, np.inf, state.shape, np.float32)}
-        if instruction is not None:
-            shown["instruction"] = spaces.Text(64)
-        shown |= {camera: spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
-        if depth:
-            pixels = spaces.Box(0, np.inf, (image_size, image_size, 1), np.float32)
-            shown["depth"] = spaces.Dict(dict.fromkeys(cameras, pixels))
+        self._task, self._simulation, self._succeeded = task, Simulation(task), False
+        self.max_episode_steps = self._simulation.limit
+        self.action_space = self._simulation.action_space
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": self._inner.control_freq}
+        size = (task.image_size, task.image_size)
+        shown: dict[str, spaces.Space] = {}
+        shown["state"] = spaces.Box(-np.inf, np.inf, self._simulation.state.shape[1:], np.float32)
+        if task.instruction is not None:
+            shown["instruction"] = spaces.Text(LONGEST)
+        shown |= {camera: spaces.Box(0, 255, (*size, 3), np.uint8) for camera in task.cameras}
+        if task.depth:
+            shown |= {f"{camera}_depth": spaces.Box(0, np.inf, size, np.float32) for camera in task.cameras}
         self.observation_space = spaces.Dict(shown)
 
     def begin(self, seed: int) -> dict[str, Any]:
         self._succeeded = False
-        return self._observed(*self.inner.reset(seed=seed))
+        self._simulation.reset(seed)
+        return self._observed()
 
     def advance(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        parts = np.split(action, np.cumsum([len(space.low) for space in self._robots.values()])[:-1])
-        given = parts[0] if len(parts) == 1 else dict(zip(self._robots, parts, strict=True))
-        seen, reward, _, _, info = self.inner.step(given)
-        solved = bool(info.get("success", False))
-        self._succeeded |= solved
-        terminated = bool(info.get("fail", False)) or solved and self._at_success == "terminate"
-        truncated = solved and self._at_success == "truncate"
-        return self._observed(seen, info), float(reward), terminated, truncated, {"success": self._succeeded}
+        reward, solved, failed = map(float, self._simulation.step(action[None]))
+        self._succeeded |= bool(solved)
+        terminated = bool(failed or solved and self._task.at_success == "terminate")
+        truncated = bool(solved and self._task.at_success == "truncate")
+        return self._observed(), reward, terminated, truncated, {"success": self._succeeded}
 
     def render(self) -> np.ndarray:
-        return self.inner.render_rgb_array()[0].numpy()
+        return self._inner.render_rgb_array()[0].numpy()
 
     def close(self) -> None:
-        self.inner.close()
+        self._inner.close()
 
     def camera_model(self, camera: str) -> tuple[np.ndarray, np.ndarray]:
         """(intrinsics `[3, 3]` in pixels, pose `[4, 4]` of the camera in the world). The camera has x to the right, y
         down and z forward."""
-        found = self.inner.scene.sensors[camera].get_params()
+        found = self._inner.scene.sensors[camera].get_params()
         pose = pose_from_extrinsics(found["extrinsic_cv"][0].numpy())
         return found["intrinsic_cv"][0].numpy().astype(np.float64), pose
 
     def gripper_pose(self) -> np.ndarray:
         """`[4, 4]`: pose in the world of the point between the fingers, of the first robot if there are several."""
-        agent = self.inner.agent
+        agent = self._inner.agent
         agent = agent.agents[0] if hasattr(agent, "agents") else agent
         if not hasattr(agent, "tcp"):
             raise UserError(f"the robot {agent.uid} has no gripper")
         return agent.tcp.pose.to_transformation_matrix()[0].numpy().astype(np.float64)
 
-    def _read_state(self, seen: Any, info: dict) -> np.ndarray:
-        """`seen`: ManiSkill's observation, which holds the objects. Without them it is asked for the robot's part."""
-        if self._full:
-            return seen[0].numpy()
-        from mani_skill.utils.common import flatten_state_dict
+    @property
+    def _inner(self) -> Any:
+        return self._simulation.inner
 
-        return flatten_state_dict(self.inner._get_obs_state_dict(info), use_torch=True)[0].numpy()
+    def _observed(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"state": self._simulation.state[0].numpy()}
+        if self._task.instruction is not None:
+            shown["instruction"] = self._task.instruction
 
-    def _observed(self, seen: Any, info: dict) -> dict[str, Any]:
-        self._pictures = {}
-        shown: dict[str, Any] = {"state": self._read_state(seen, info)}
-        if self.instruction is not None:
-            shown["instruction"] = self.instruction
-        shown |= {camera: lambda camera=camera: self._draw(camera)["rgb"] for camera in self._cameras}
-        if self._depth:
-            shown["depth"] = {camera: lambda camera=camera: self._draw(camera)["depth"] for camera in self._cameras}
+        def picture(camera: str, kind: str) -> Any:
+            return lambda: self._simulation.draw(camera)[kind][0].numpy()
+
+        shown |= {camera: picture(camera, "rgb") for camera in self._task.cameras}
+        if self._task.depth:
+            shown |= {f"{camera}_depth": picture(camera, "depth") for camera in self._task.cameras}
         return shown
-
-    def _draw(self, camera: str) -> dict[str, np.ndarray]:
-        if camera not in self._pictures:
-            for thing in self.inner._hidden_objects:  # goals, which only videos show
-                thing.hide_visual()
-            self.inner.scene.update_render(update_sensors=True, update_human_render_cameras=False)
-            sensor = self.inner.scene.sensors[camera]
-            sensor.capture()
-            drawn = sensor.get_obs(rgb=True, depth=self._depth, position=False, segmentation=False)
-            # millimetres -> metres
-            depth = {"depth": drawn["depth"][0].numpy().astype(np.float32) / 1000} if self._depth else {}
-            self._pictures[camera] = {"rgb": drawn["rgb"][0].numpy()} | depth
-        return self._pictures[camera]

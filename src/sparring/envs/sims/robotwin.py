@@ -158,8 +158,7 @@ class RoboTwin(ReplayedEnv):
         shown["state"] = spaces.Box(-np.inf, np.inf, state.shape, np.float64)
         shown |= {camera: spaces.Box(0, 255, sizes[camera], np.uint8) for camera in cameras}
         if depth:
-            pixels = {camera: spaces.Box(0, np.inf, (*sizes[camera][:2], 1), np.float32) for camera in cameras}
-            shown["depth"] = spaces.Dict(pixels)
+            shown |= {f"{camera}_depth": spaces.Box(0, np.inf, sizes[camera][:2], np.float32) for camera in cameras}
         self.observation_space = spaces.Dict(shown)
 
     def begin(self, seed: int) -> dict[str, Any]:
@@ -237,8 +236,8 @@ class RoboTwin(ReplayedEnv):
         shown: dict[str, Any] = {"state": np.array([*self._joints(), *poses]), "instruction": self.instruction}
         shown |= {camera: lambda camera=camera: self._look()[camera]["rgb"] for camera in self._cameras}
         if self._depth:
-            shown["depth"] = {camera: lambda camera=camera: self._metres(camera) for camera in self._cameras}
+            shown |= {f"{camera}_depth": lambda camera=camera: self._metres(camera) for camera in self._cameras}
         return shown
 
     def _metres(self, camera: str) -> np.ndarray:
-        return (self._look()[camera]["depth"][..., None] / 1000).astype(np.float32)
+        return (self._look()[camera]["depth"] / 1000).astype(np.float32)
