@@ -202,9 +202,9 @@ class RoboTwin(ReplayedEnv):
         """`[4, 4]`: pose in the world of the point between the fingers."""
         found = np.array(getattr(self.inner.robot, f"get_{arm}_tcp_pose")())  # [7]: position, quaternion w, x, y, z
         w, axis = found[3], found[4:]
-        cross = np.cross(np.eye(3), axis)  # cross @ v = v x axis
+        cross = np.cross(np.eye(3), axis)  # cross @ v = axis x v
         pose = np.eye(4)
-        pose[:3, :3], pose[:3, 3] = np.eye(3) - 2 * w * cross + 2 * cross @ cross, found[:3]
+        pose[:3, :3], pose[:3, 3] = np.eye(3) + 2 * w * cross + 2 * cross @ cross, found[:3]
         return pose
 
     def _arm_bounds(self, arm: str, delta: float) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,2 @@
+class UnStableError(Exception):
+    pass
