@@ -690,13 +690,3 @@ def test_memory_size_is_a_key_of_policies_with_a_memory():
     assert load_config({"policy": {"name": "native_vla", "memory_size": 3}}).policy.memory_size == 3
     (line,) = errors_of("policy.name=flow", "policy.memory_size=3")
     assert "policy.memory_size" in line and "unknown key; it is a key of policy.name=native_vla" in line
-
-
-def test_entries_of_a_dict_setting_are_read_back_from_yaml(tmp_path):
-    """Also keys with dots, as those of datasets."""
-    roles = {"pixels/top": "image/head", "state": "ignore"}
-    keys = {"observation.images.top": "image/head", "observation.state": "state", "action": "action"}
-    config = load_config({"env": {"name": "gym:CartPole-v1", "roles": roles}, "imitate": {"keys": keys}})
-    (tmp_path / "config.yaml").write_text(config.to_yaml())
-    again = load_config(tmp_path / "config.yaml")
-    assert again.env.roles == roles and again.imitate.keys == keys == config.imitate.keys

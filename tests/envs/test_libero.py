@@ -110,7 +110,7 @@ def test_the_signatures_are_those_of_the_installed_hf_libero(monkeypatch, tmp_pa
     from libero.libero import benchmark, get_libero_path
 
     for suite, tasks in {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10}.items():
-        assert benchmark.get_benchmark(suite)().get_num_tasks() == tasks and suite in libero.SUITES
+        assert benchmark.get_benchmark(suite)().get_num_tasks() == tasks and suite in libero._SUITES
     one = benchmark.get_benchmark("libero_spatial")()
     assert one.get_task_init_states(0).shape[0] == 50
     task = one.get_task(0)

@@ -100,7 +100,7 @@ def test_each_worker_gets_one_gpu(monkeypatch, visible, number, rank, ranks, exp
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     for _ in range(2):  # a worker makes several robots
-        robotwin.choose_gpu()
+        robotwin._choose_gpu()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
@@ -111,7 +111,7 @@ def test_gpus_are_counted_if_none_are_selected(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")  # monkeypatch restores it
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv(WORKER, "3")
-    robotwin.choose_gpu()
+    robotwin._choose_gpu()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 

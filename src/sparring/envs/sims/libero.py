@@ -23,8 +23,8 @@ from sparring.envs.tabletop.scene import load_mujoco
 from sparring.errors import UserError
 
 # suite -> steps of an episode: more than its longest demonstration has
-SUITES = {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
+_SUITES = {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+_CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
 _PATHS = {
     "benchmark_root": ".",
     "bddl_files": "bddl_files",
@@ -49,11 +49,13 @@ def make(
     """`mirror`: left and right are exchanged, as in the datasets that rotate LIBERO's upside-down images by 180
     degrees (OpenVLA, HuggingFaceVLA/libero)."""
     suite, _, number = name.partition("/")
-    if suite not in SUITES or not number.isdigit():
-        raise UserError(f"env.name=libero:{name}; expected SUITE/NUMBER, e.g. libero_spatial/0, of {', '.join(SUITES)}")
+    if suite not in _SUITES or not number.isdigit():
+        raise UserError(
+            f"env.name=libero:{name}; expected SUITE/NUMBER, e.g. libero_spatial/0, of {', '.join(_SUITES)}"
+        )
     cameras = [cameras] if isinstance(cameras, str) else list(cameras)
-    if wrong := [camera for camera in cameras if camera not in CAMERAS]:
-        raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; LIBERO has {', '.join(CAMERAS)}")
+    if wrong := [camera for camera in cameras if camera not in _CAMERAS]:
+        raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; LIBERO has {', '.join(_CAMERAS)}")
     for key, value, known in (("state", state, ("robot", "full")), ("start", start, ("suite", "random"))):
         if value not in known:
             raise UserError(f"env.kwargs.{key}={value!r}; expected {' or '.join(known)}")
@@ -93,7 +95,7 @@ class Libero(ReplayedEnv):
                 has_offscreen_renderer=False,
                 ignore_done=True,
             )
-        self.instruction, self.max_episode_steps = task.language, SUITES[suite]
+        self.instruction, self.max_episode_steps = task.language, _SUITES[suite]
         self._drawn: dict[int, Cameras] = {}
         low, high = self.inner.env.action_spec
         self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32))
@@ -110,7 +112,7 @@ class Libero(ReplayedEnv):
                 chosen = np.random.default_rng(seed).integers(len(self._starts))
                 found = self.inner.set_init_state(self._starts[chosen])
             for _ in range(_SETTLING):
-                found, *_ = self.inner.step(np.resize(_NO_MOTION, self.action_space.shape))
+                found, *_ = self.inner.step(np.resize(_NO_MOTION, len(self.inner.env.action_spec[0])))
         return self._observed(found)
 
     def advance(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
@@ -138,7 +140,7 @@ class Libero(ReplayedEnv):
         simulation = self.inner.sim
         if size not in self._drawn:
             self._drawn[size] = Cameras(simulation.model._model, size, size)
-        pixels = self._drawn[size].draw(simulation.data._data, CAMERAS[camera])
+        pixels = self._drawn[size].draw(simulation.data._data, _CAMERAS[camera])
         return pixels[:, ::-1] if self._mirror else pixels
 
 

@@ -4,7 +4,7 @@
 (1 on the CPU), A action dims, S state dims."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import gymnasium
 import numpy as np
@@ -13,7 +13,7 @@ from gymnasium import spaces
 from sparring.envs.sims.replay import ReplayedEnv, pose_from_extrinsics
 from sparring.errors import UserError
 
-INSTRUCTIONS = {
+_INSTRUCTIONS = {
     "AssemblingKits-v1": "put the object into its place in the kit",
     "LiftPegUpright-v1": "set the peg upright",
     "PegInsertionSide-v1": "insert the peg into the hole from the side",
@@ -36,9 +36,8 @@ INSTRUCTIONS = {
     "TwoRobotPickCube-v1": "hand the cube over and lift it to the goal",
     "TwoRobotStackCube-v1": "stack the cubes at the goal with both robots",
 }
-LONGEST = 64  # characters of an instruction
-REWARDS = {"dense": "normalized_dense", "sparse": "sparse"}
-VULKAN = (
+_REWARDS = {"dense": "normalized_dense", "sparse": "sparse"}
+_VULKAN = (
     "ManiSkill needs Vulkan, even without cameras: the driver of a GPU, or Mesa 24.3 or later for the CPU "
     "(apt install -t bookworm-backports mesa-vulkan-drivers on Debian 12)"
 )
@@ -51,6 +50,7 @@ class Task:
     (the critic estimates what would follow, as in ManiSkill's own PPO), terminated, or continues to the time limit.
     None: terminated with a sparse reward, truncated with a dense one."""
 
+    text_length: ClassVar[int] = 64  # the most characters of an instruction
     name: str
     cameras: list[str] | str = ()  # type: ignore[assignment]
     image_size: int = 64
@@ -63,7 +63,7 @@ class Task:
     def __post_init__(self):
         self.cameras = [self.cameras] if isinstance(self.cameras, str) else list(self.cameras)
         self.at_success = self.at_success or ("terminate" if self.reward == "sparse" else "truncate")
-        choices = {"state": ("full", "robot"), "reward": tuple(REWARDS)}
+        choices = {"state": ("full", "robot"), "reward": tuple(_REWARDS)}
         for key, known in (choices | {"at_success": ("truncate", "terminate", "continue")}).items():
             if getattr(self, key) not in known:
                 raise UserError(f"env.kwargs.{key}={getattr(self, key)!r}; expected {', '.join(known)}")
@@ -72,7 +72,7 @@ class Task:
 
     @property
     def instruction(self) -> str | None:
-        return INSTRUCTIONS.get(self.name)
+        return _INSTRUCTIONS.get(self.name)
 
 
 def make(name: str, **kwargs: Any) -> "ManiSkill":
@@ -92,8 +92,8 @@ class Simulation:
         space = self.inner.single_action_space
         # robot of an env -> its action space; a single robot has the name ""
         self._robots = dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
-        bounds = [np.concatenate([getattr(each, end) for each in self._robots.values()]) for end in ("low", "high")]
-        self.action_space = spaces.Box(*bounds, dtype=np.float32)
+        low, high = (np.concatenate([getattr(each, end) for each in self._robots.values()]) for end in ("low", "high"))
+        self.action_space = spaces.Box(low, high, dtype=np.float32)
         self.state = self._read_state(self.inner.get_obs(), self.inner.get_info())  # [N, S]
         self._drawn: dict[str, dict[str, Any]] = {}  # camera -> its images in the current state
 
@@ -161,7 +161,7 @@ def _make_inner(task: Task, num_envs: int, on_gpu: bool) -> tuple[Any, int | Non
             task.name,
             num_envs=num_envs,
             obs_mode="state" if task.state == "full" else "none",
-            reward_mode=REWARDS[task.reward],
+            reward_mode=_REWARDS[task.reward],
             control_mode=task.control_mode,
             render_mode="rgb_array",
             sim_backend="physx_cuda" if on_gpu else "physx_cpu",
@@ -179,7 +179,7 @@ def _make_inner(task: Task, num_envs: int, on_gpu: bool) -> tuple[Any, int | Non
     except RuntimeError as error:
         if "rendering device" not in str(error):
             raise
-        raise UserError(f"{VULKAN}; SAPIEN said: {error}") from None
+        raise UserError(f"{_VULKAN}; SAPIEN said: {error}") from None
     return env.unwrapped, registration.REGISTERED_ENVS[task.name].max_episode_steps
 
 
@@ -196,7 +196,7 @@ class ManiSkill(ReplayedEnv):
         shown: dict[str, spaces.Space] = {}
         shown["state"] = spaces.Box(-np.inf, np.inf, self._simulation.state.shape[1:], np.float32)
         if task.instruction is not None:
-            shown["instruction"] = spaces.Text(LONGEST)
+            shown["instruction"] = spaces.Text(task.text_length)
         shown |= {camera: spaces.Box(0, 255, (*size, 3), np.uint8) for camera in task.cameras}
         if task.depth:
             shown |= {f"{camera}_depth": spaces.Box(0, np.inf, size, np.float32) for camera in task.cameras}

@@ -10,7 +10,7 @@ import numpy as np
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
-from sparring.envs.sims.maniskill import LONGEST, Simulation, Task
+from sparring.envs.sims.maniskill import Simulation, Task
 from sparring.errors import UserError
 
 _PREFIX = "maniskill:"
@@ -135,7 +135,7 @@ class ManiSkillBatch:
                 shown[f"depth/{camera}_depth"] = found["depth"].cpu().numpy()[:, None]
         if task.instruction is not None:
             text = np.frombuffer(task.instruction.encode(), np.uint8)
-            row = np.pad(text, (0, 4 * LONGEST - len(text)))
+            row = np.pad(text, (0, 4 * task.text_length - len(text)))
             shown["instruction"] = np.tile(row, (self.num_envs, 1))
         return shown
 
@@ -149,5 +149,5 @@ def _observation(task: Task, state: int) -> dict[str, tuple[tuple[int, ...], str
         if task.depth:
             shown[f"depth/{camera}_depth"] = (1, *size), "float32"
     if task.instruction is not None:
-        shown["instruction"] = (4 * LONGEST,), "uint8"
+        shown["instruction"] = (4 * task.text_length,), "uint8"
     return shown

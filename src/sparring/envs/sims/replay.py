@@ -38,7 +38,8 @@ class ReplayedEnv(gymnasium.Env):
 
     def get_state(self) -> dict[str, Any]:
         # [T, A], also for T = 0
-        actions = np.array(self._actions, np.float32).reshape(len(self._actions), *self.action_space.shape)  # type: ignore[misc]
+        size = np.prod(self.action_space.shape, dtype=int)  # type: ignore[arg-type]
+        actions = np.array(self._actions, np.float32).reshape(len(self._actions), size)
         return {"seed": self._seed, "actions": actions}
 
     def set_state(self, saved: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from sparring.envs.sims.replay import ReplayedEnv, pose_from_extrinsics
 from sparring.envs.workers import WORKER
 from sparring.errors import UserError
 
-MODES = ("qpos", "delta_qpos", "ee")
+_MODES = ("qpos", "delta_qpos", "ee")
 _ATTEMPTS = 50  # start states of one seed: RoboTwin refuses those in which objects do not come to rest
 _ARMS = ("left", "right")
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -39,8 +39,8 @@ def make(
 ) -> "RoboTwin":
     """`delta`: the largest joint displacement of an action of delta_qpos, radians. `settings` replace those of the task
     config; only `ee` loads the motion planner."""
-    if control_mode not in MODES:
-        raise UserError(f"env.kwargs.control_mode={control_mode!r}; expected {', '.join(MODES)}")
+    if control_mode not in _MODES:
+        raise UserError(f"env.kwargs.control_mode={control_mode!r}; expected {', '.join(_MODES)}")
     folder = Path(root or os.environ.get("ROBOTWIN_ROOT", "")).expanduser().resolve()
     if not (folder / "envs" / "_base_task.py").is_file():
         clone = (
@@ -50,7 +50,7 @@ def make(
     tasks = sorted(path.stem for path in (folder / "envs").glob("[a-z]*.py"))
     if name not in tasks:
         raise UserError(f"env.name=robotwin:{name} is unknown; RoboTwin has {', '.join(tasks)}")
-    choose_gpu()
+    _choose_gpu()
     sys.path[:] = [str(folder), *(os.path.abspath(path) for path in sys.path if path != str(folder))]
     os.chdir(folder)
     try:
@@ -72,7 +72,7 @@ def make(
     return RoboTwin(task(), arguments, limit, instruction, cameras, depth, control_mode, float(delta))
 
 
-def choose_gpu() -> None:
+def _choose_gpu() -> None:
     """Give this worker one of the visible GPUs. The processes of `--gpus` share them, and so do their workers."""
     if WORKER not in os.environ:
         why = "it changes the folder and the GPU of its process"
