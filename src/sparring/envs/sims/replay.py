@@ -38,8 +38,7 @@ class ReplayedEnv(gymnasium.Env):
 
     def get_state(self) -> dict[str, Any]:
         # [T, A], also for T = 0
-        size = np.prod(self.action_space.shape, dtype=int)  # type: ignore[arg-type]
-        actions = np.array(self._actions, np.float32).reshape(len(self._actions), size)
+        actions = np.array(self._actions, np.float32).reshape(len(self._actions), -1 if self._actions else 0)
         return {"seed": self._seed, "actions": actions}
 
     def set_state(self, saved: dict[str, Any]) -> None:
