@@ -46,17 +46,17 @@ SIGNATURES = {
 
 
 class Drawn:
-    """Draws a picture whose left half is white and whose upper left corner is the size."""
+    """Draws a picture whose left half is bright, and near."""
 
-    def __init__(self, model, height, width):
-        assert model == "model"
+    def __init__(self, model, height, width, hidden):
+        assert model == "model" and hidden == (0,)
         self.size = height, width
 
     def draw(self, data, camera):
         assert data == "data"
         pixels = np.zeros((*self.size, 3), np.uint8)
         pixels[:, : self.size[1] // 2] = {"agentview": 200, "robot0_eye_in_hand": 100}[camera]
-        return pixels
+        return pixels, pixels[..., 0] / np.float32(100)
 
     def close(self):
         pass
@@ -167,14 +167,33 @@ def test_a_restored_state_continues_the_episode(package):
 
 def test_cameras_are_the_right_way_round(package):
     for mirror in (False, True):
-        one = robot(image_size=8, mirror=mirror)
+        one = robot(image_size=8, mirror=mirror, depth=True)
         one.reset(0)
         arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in one.spec.observation.items()}
         one.write(arrays, 0)
         for camera, bright in (("agentview", 200), ("wrist", 100)):
             left, right = arrays[f"image/{camera}"][0, 0, 0, [0, 7]]
             assert (left, right) == ((0, bright) if mirror else (bright, 0))
+            left, right = arrays[f"depth/{camera}"][0, 0, 0, [0, 7]]
+            assert (left, right) == ((0, bright / 100) if mirror else (bright / 100, 0))
         assert one.render().shape == (256, 256, 3)
+
+
+def test_mirrored_cameras_see_the_same_points(package):
+    import mujoco
+
+    camera = '<camera name="agentview" pos="0 0 2" fovy="60"/>'
+    model = mujoco.MjModel.from_xml_string(f"<mujoco><worldbody>{camera}</worldbody></mujoco>")
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    for mirror, column in ((False, 7), (True, 0)):
+        env = robot(image_size=8, mirror=mirror, cameras=[]).env
+        env.inner.sim.model._model, env.inner.sim.data._data = model, data
+        intrinsics, pose = env.camera_model("agentview")
+        # a pixel at the right edge, one metre away: x = 3.5 pixels / focal length
+        ray = np.linalg.inv(intrinsics) @ [column + 0.5, 4, 1]
+        seen = pose @ np.append(ray, 1)
+        np.testing.assert_allclose(seen[:3], [3.5 / (4 / np.tan(np.pi / 6)), 0, 1], atol=1e-9)
 
 
 def test_a_config_file_of_the_user_is_kept(package, monkeypatch):

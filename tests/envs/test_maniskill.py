@@ -118,7 +118,7 @@ def test_the_camera_model_and_the_depth_find_the_cube():
     assert one.render() is not None, one.no_picture
     arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in one.spec.observation.items()}
     one.write(arrays, 0)
-    image, depth = arrays["image/base_camera"][0].astype(int), arrays["depth/base_camera_depth"][0, 0]
+    image, depth = arrays["image/base_camera"][0].astype(int), arrays["depth/base_camera"][0, 0]
     red = ((image[0] > 120) & (image[1:].max(0) < 60)).nonzero()  # the table is brown
     cube = one.env._inner.cube.pose.p[0].numpy()
     intrinsics, pose = one.env.camera_model("base_camera")

@@ -111,8 +111,8 @@ def test_starts_depend_on_the_seeds_of_the_episodes(made):
 def test_cameras_are_drawn_where_they_are_needed(made):
     one = batch(2, 10, cameras="base_camera", depth=True, image_size=8)
     shown = one.reset(EpisodeSeeds(0))
-    assert shown["image/base_camera"].shape == (2, 3, 8, 8) and shown["depth/base_camera_depth"].shape == (2, 1, 8, 8)
-    assert (shown["depth/base_camera_depth"] == 1.5).all()
+    assert shown["image/base_camera"].shape == (2, 3, 8, 8) and shown["depth/base_camera"].shape == (2, 1, 8, 8)
+    assert (shown["depth/base_camera"] == 1.5).all()
     assert {key: (value.shape[1:], value.dtype.name) for key, value in shown.items()} == one.spec.observation
     camera = one._simulation.inner.scene.sensors["base_camera"]
     assert camera.captured == 1
@@ -138,7 +138,10 @@ def test_videos_show_the_steps_of_a_robot(made):
     ("settings", "message"),
     [
         ({"name": "gym:CartPole-v1"}, "vectorize=gpu is for maniskill:TASK; env.name=gym:CartPole-v1 needs serial"),
-        ({"name": "maniskill:PickCube-v1", "roles": {"state": "ignore"}}, "env.roles and env.success_return are not"),
+        (
+            {"name": "maniskill:PickCube-v1", "roles": {"state": "ignore"}},
+            "env.roles, env.points and env.success_return are not",
+        ),
         (
             {"name": "maniskill:PickCube-v1", "kwargs": {"cameras": "top"}},
             "'top' is unknown; PickCube-v1 has base_camera",

@@ -141,7 +141,7 @@ def test_observations_instructions_and_limits(worker, capsys):
     assert one.env.inner.looked == looked + 1  # once for all cameras
     assert text_of(arrays["instruction"][0]) == "use the arm to grab the hammer and beat the block"
     assert arrays["image/head_camera"].shape == (1, 3, 12, 16) and (arrays["image/head_camera"] == 20).all()
-    assert (arrays["depth/right_camera_depth"] == 1.25).all()
+    assert (arrays["depth/right_camera"] == 1.25).all()
     one.step([np.zeros(4, np.float32)] * 3, np.zeros(3))
     assert one.env.inner.looked == looked + 1  # only the observations of decisions are drawn
     assert one.render().shape == (24, 32, 3) and capsys.readouterr().out == ""

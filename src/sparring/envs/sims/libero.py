@@ -1,10 +1,11 @@
 """LIBERO: 130 tasks of a Franka arm with instructions, e.g. `env.name=libero:libero_spatial/0`.
 
-Written against hf-libero 0.1.4, LeRobot's package of LIBERO, which runs on robosuite 1.4. It has not been run with the
-simulator itself: its scenes are not in the package (docs/simulators.md)."""
+Written for hf-libero 0.1.4, LeRobot's package of LIBERO, which runs on robosuite 1.4. Its scenes are not in the package,
+so it has been run with stand-ins for them only (docs/simulators.md)."""
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import os
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 import yaml
 from gymnasium import spaces
 
-from sparring.envs.sims.mujoco import Cameras
+from sparring.envs.sims.mujoco import Cameras, camera_model, pose
 from sparring.envs.sims.replay import ReplayedEnv
 from sparring.envs.tabletop.scene import load_mujoco
 from sparring.errors import UserError
@@ -33,6 +34,7 @@ _PATHS = {
     "assets": "assets",
 }
 _SETTLING = 10  # steps without motion at the start, in which objects come to rest
+_COLLISION = (0,)  # the group of geoms that are for collisions only
 _PICTURE = 256  # side of a video frame, pixels
 _NO_MOTION = np.array([0, 0, 0, 0, 0, 0, -1], np.float32)
 
@@ -41,6 +43,7 @@ def make(
     name: str,
     cameras: list[str] | str = ("agentview", "wrist"),  # type: ignore[assignment]
     image_size: int = 256,
+    depth: bool = False,
     mirror: bool = False,
     state: Literal["robot", "full"] = "robot",
     start: Literal["suite", "random"] = "suite",
@@ -59,7 +62,8 @@ def make(
     for key, value, known in (("state", state, ("robot", "full")), ("start", start, ("suite", "random"))):
         if value not in known:
             raise UserError(f"env.kwargs.{key}={value!r}; expected {' or '.join(known)}")
-    return Libero(suite, int(number), cameras, int(image_size), mirror, state == "full", start == "suite", controller)
+    size, full, from_suite = int(image_size), state == "full", start == "suite"
+    return Libero(suite, int(number), cameras, size, depth, mirror, full, from_suite, controller)
 
 
 class Libero(ReplayedEnv):
@@ -73,6 +77,7 @@ class Libero(ReplayedEnv):
         number: int,
         cameras: list[str],
         image_size: int,
+        depth: bool,
         mirror: bool,
         full: bool,
         from_suite: bool,
@@ -80,7 +85,8 @@ class Libero(ReplayedEnv):
     ):
         super().__init__()
         benchmark, wrapper, folder = _import_libero()
-        self._cameras, self._size, self._mirror, self._full = cameras, image_size, mirror, full
+        self._cameras, self._size, self._depth = cameras, image_size, depth
+        self._mirror, self._full = mirror, full
         with _quiet(), _seeded(0):
             tasks = benchmark.get_benchmark(suite)()
             if not number < tasks.get_num_tasks():
@@ -103,6 +109,8 @@ class Libero(ReplayedEnv):
         shown: dict[str, spaces.Space] = {"instruction": spaces.Text(256)}
         shown["state"] = spaces.Box(-np.inf, np.inf, state.shape, np.float64)
         shown |= {camera: spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
+        if depth:
+            shown |= {f"{camera}_depth": spaces.Box(0, np.inf, (image_size, image_size)) for camera in cameras}
         self.observation_space = spaces.Dict(shown)
 
     def begin(self, seed: int) -> dict[str, Any]:
@@ -121,7 +129,17 @@ class Libero(ReplayedEnv):
         return self._observed(found), float(reward), success, False, {"success": success}
 
     def render(self) -> np.ndarray:
-        return self._draw("agentview", _PICTURE)
+        return self._draw("agentview", _PICTURE)[0]
+
+    def camera_model(self, camera: str) -> tuple[np.ndarray, np.ndarray]:
+        """(intrinsics [3, 3] in pixels, pose [4, 4] of the camera in the world), as points.point_clouds has them."""
+        intrinsics, matrix = camera_model(*self._simulation, _CAMERAS[camera], self._size, self._size)
+        return intrinsics * [[-1, 1, 1], [1, 1, 1], [1, 1, 1]] if self._mirror else intrinsics, matrix
+
+    def gripper_pose(self) -> np.ndarray:
+        """[4, 4]: the point between the fingers."""
+        site = self._simulation[1].site("gripper0_grip_site")
+        return pose(site.xpos, site.xmat.reshape(3, 3))
 
     def close(self) -> None:
         for cameras in self._drawn.values():
@@ -133,15 +151,26 @@ class Libero(ReplayedEnv):
         hand, turn = found["robot0_eef_pos"], _rotation_vector(found["robot0_eef_quat"])
         parts = [hand, turn, found["robot0_gripper_qpos"]]
         state = np.concatenate([*parts, found["object-state"]] if self._full else parts)
-        images = {camera: lambda camera=camera: self._draw(camera, self._size) for camera in self._cameras}
-        return {"state": state, "instruction": self.instruction, **images}
+        shown: dict[str, Any] = {"state": state, "instruction": self.instruction}
+        for camera in self._cameras:
+            # one drawing has image and depth
+            draw = functools.cache(functools.partial(self._draw, camera, self._size))
+            shown[camera] = lambda draw=draw: draw()[0]
+            if self._depth:
+                shown[f"{camera}_depth"] = lambda draw=draw: draw()[1]
+        return shown
 
-    def _draw(self, camera: str, size: int) -> np.ndarray:
-        simulation = self.inner.sim
+    @property
+    def _simulation(self) -> tuple[Any, Any]:
+        return self.inner.sim.model._model, self.inner.sim.data._data
+
+    def _draw(self, camera: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Image [size, size, 3] and depth [size, size]."""
+        model, data = self._simulation
         if size not in self._drawn:
-            self._drawn[size] = Cameras(simulation.model._model, size, size)
-        pixels = self._drawn[size].draw(simulation.data._data, _CAMERAS[camera])
-        return pixels[:, ::-1] if self._mirror else pixels
+            self._drawn[size] = Cameras(model, size, size, _COLLISION)
+        image, depth = self._drawn[size].draw(data, _CAMERAS[camera])
+        return (image[:, ::-1], depth[:, ::-1]) if self._mirror else (image, depth)
 
 
 def _rotation_vector(quaternion: np.ndarray) -> np.ndarray:

@@ -221,8 +221,7 @@ class ManiSkill(ReplayedEnv):
         self._inner.close()
 
     def camera_model(self, camera: str) -> tuple[np.ndarray, np.ndarray]:
-        """(intrinsics `[3, 3]` in pixels, pose `[4, 4]` of the camera in the world). The camera has x to the right, y
-        down and z forward."""
+        """(intrinsics [3, 3] in pixels, pose [4, 4] of the camera in the world), as points.point_clouds has them."""
         found = self._inner.scene.sensors[camera].get_params()
         pose = pose_from_extrinsics(found["extrinsic_cv"][0].numpy())
         return found["intrinsic_cv"][0].numpy().astype(np.float64), pose

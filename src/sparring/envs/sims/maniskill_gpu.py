@@ -26,8 +26,9 @@ class ManiSkillBatch:
     def __init__(self, config: GymConfig, num_envs: int, max_episode_steps: int | None = None):
         if not config.name.startswith(_PREFIX):
             raise UserError(f"env.vectorize=gpu is for {_PREFIX}TASK; env.name={config.name} needs serial or process")
-        if config.roles or config.success_return is not None:
-            raise UserError("env.roles and env.success_return are not for env.vectorize=gpu; use serial or process")
+        if config.roles or config.points or config.success_return is not None:
+            without = "env.roles, env.points and env.success_return"
+            raise UserError(f"{without} are not for env.vectorize=gpu; use serial or process")
         self.num_envs, self._task = num_envs, Task(config.name.removeprefix(_PREFIX), **config.kwargs)
         self._simulation = Simulation(self._task, num_envs, on_gpu=True)
         self._limit = max_episode_steps or self._simulation.limit or 0
@@ -132,7 +133,7 @@ class ManiSkillBatch:
             found = self._simulation.draw(camera)
             shown[f"image/{camera}"] = np.ascontiguousarray(found["rgb"].cpu().numpy().transpose(0, 3, 1, 2))
             if task.depth:
-                shown[f"depth/{camera}_depth"] = found["depth"].cpu().numpy()[:, None]
+                shown[f"depth/{camera}"] = found["depth"].cpu().numpy()[:, None]
         if task.instruction is not None:
             text = np.frombuffer(task.instruction.encode(), np.uint8)
             row = np.pad(text, (0, 4 * task.text_length - len(text)))
@@ -147,7 +148,7 @@ def _observation(task: Task, state: int) -> dict[str, tuple[tuple[int, ...], str
     for camera in task.cameras:
         shown[f"image/{camera}"] = (3, *size), "uint8"
         if task.depth:
-            shown[f"depth/{camera}_depth"] = (1, *size), "float32"
+            shown[f"depth/{camera}"] = (1, *size), "float32"
     if task.instruction is not None:
         shown["instruction"] = (4 * task.text_length,), "uint8"
     return shown

@@ -44,7 +44,8 @@ def without_gl() -> Iterator[None]:
 
 
 class Cameras:
-    """Draws cameras of a model without a window, shadows, reflections and antialiasing, which take most of the time."""
+    """Draws cameras of a model without a window, shadows, reflections and antialiasing, which take most of the time.
+    Geoms of the groups `hidden` are not drawn."""
 
     def __init__(self, model: Any, height: int, width: int, hidden: tuple[int, ...] = ()):
         import mujoco

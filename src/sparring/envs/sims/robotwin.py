@@ -193,8 +193,7 @@ class RoboTwin(ReplayedEnv):
             self.inner.close_env(clear_cache=self._episodes % self._arguments.get("clear_cache_freq", 5) == 0)
 
     def camera_model(self, camera: str) -> tuple[np.ndarray, np.ndarray]:
-        """(intrinsics `[3, 3]` in pixels, pose `[4, 4]` of the camera in the world). The camera has x to the right, y
-        down and z forward."""
+        """(intrinsics [3, 3] in pixels, pose [4, 4] of the camera in the world), as points.point_clouds has them."""
         found = self._look()[camera]
         return np.array(found["intrinsic_cv"], np.float64), pose_from_extrinsics(np.array(found["extrinsic_cv"]))
 
