@@ -1,7 +1,7 @@
 """LIBERO: 130 tasks of a Franka arm with instructions, e.g. `env.name=libero:libero_spatial/0`.
 
-Written for hf-libero 0.1.4, LeRobot's package of LIBERO, which runs on robosuite 1.4. Its scenes are not in the package,
-so it has been run with stand-ins for them only (docs/simulators.md)."""
+Written for hf-libero 0.1.4, LeRobot's package of LIBERO, which runs on robosuite 1.4. The package has no scenes, so
+this module has been run with stand-ins for them only (docs/simulators.md)."""
 
 import atexit
 import contextlib
