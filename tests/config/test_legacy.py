@@ -77,6 +77,44 @@ rl_training:
 training: {device: 'cuda:1'}
 logging: {mode: disabled}
 """
+# keys and values of the public maniflow_pointcloud_policy_metaworld.yaml that matter here
+MANIFLOW_PUBLIC = """defaults:
+  - task: metaworld_drawer-open
+name: train_maniflow_pointcloud_policy
+task_name: ${task.name}
+shape_meta: ${task.shape_meta}
+exp_name: debug
+horizon: 16
+n_obs_steps: 1
+n_action_steps: 8
+n_latency_steps: 0
+obs_as_global_cond: true
+policy:
+  _target_: maniflow.policy.maniflow_pointcloud_policy.ManiFlowTransformerPointcloudPolicy
+  n_layer: 3
+  n_head: 8
+  n_emb: 256
+  visual_cond_len: 64
+  consistency_batch_ratio: 0.25
+  encoder_type: DP3Encoder
+  encoder_output_dim: 96
+  horizon: ${horizon}
+  n_action_steps: ${n_action_steps}
+  n_obs_steps: ${n_obs_steps}
+  num_inference_steps: 10
+  shape_meta: ${shape_meta}
+  use_pc_color: false
+  pointcloud_encoder_cfg:
+    out_channels: ${policy.encoder_output_dim}
+    num_points: ${policy.visual_cond_len}
+    pointwise: true
+ema: {power: 0.75}
+dataloader: {batch_size: 384, num_workers: 8}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4, betas: [0.9, 0.95], weight_decay: 1.0e-3}
+training: {seed: 42, device: 'cuda:0', lr_scheduler: cosine, num_epochs: 3010, max_train_steps: null}
+logging: {mode: offline, name: '${training.seed}', project: ManiFlow}
+hydra: {run: {dir: 'data/${now:%Y}_${name}'}}
+"""
 LOGS = "logging:\n  console_level: %s\n  file_level: %s\n"
 SNIPPETS = {
     "f1_teacher.yaml": (
@@ -475,6 +513,72 @@ def test_renames_are_printed_once(tmp_path, capsys):
         "no effect, because this is the default or the only behaviour of Sparring: trainer.use_wandb=false",
         "for other phases, not used in this one: student.ppo.gamma",
     ]
+
+
+def test_public_config_of_maniflow_is_imported(tmp_path):
+    file = in_file(tmp_path, MANIFLOW_PUBLIC, "maniflow.yaml")
+    written, notes = import_config(file, "imitate")
+    found = flat(load_config(in_file(tmp_path, written, "ours.yaml"), [Setting("imitate.demos", "x", "here")]))
+    expected = {
+        "policy.name": "flow",
+        "policy.horizon": 16,
+        "policy.layers": 3,
+        "policy.heads": 8,
+        "policy.width": 256,
+        "policy.sampling_steps": 10,
+        "policy.point_channels": [64, 128, 256],
+        "policy.point_features": 96,
+        "rollout.action_steps": 8,
+        "env.points": 64,
+        "imitate.batch_size": 384,
+        "imitate.learning_rate": 1e-4,
+        "imitate.weight_decay": 1e-3,
+        "imitate.lr_schedule": "cosine",
+        "seed": 42,
+        "device": "cuda:0",
+        "logging.name": "42",
+    }
+    assert {key: found[key] for key in expected} == expected
+    for reason in (
+        "task_name (from maniflow.yaml line 4) is now a comment: refers to a value that is not in this file",
+        "policy.consistency_batch_ratio (from maniflow.yaml line 18) is now a comment: the consistency term has",
+        "policy.pointcloud_encoder_cfg.pointwise (from maniflow.yaml line 30) is now a comment: features of points",
+        "ema.power (from maniflow.yaml line 31) is now a comment: averaged weights have a constant decay: set im",
+        "n_obs_steps (from maniflow.yaml line 8) is now a comment: this is the default",
+    ):
+        assert any(note.startswith(reason) for note in notes), reason
+    # every key is either converted, explained, or the same here
+    same = {"policy.horizon", "logging.mode", "logging.name", "logging.project"}
+    read_as = notes[0].removeprefix("read as: ")
+    for setting in read_settings(file):
+        explained = any(note.startswith(f"{setting.key} (from") for note in notes)
+        # of two keys that are one key here, the later one is named
+        assert (
+            explained
+            or f"{setting.key} -> " in read_as
+            or setting.key
+            in same
+            | {
+                "horizon",
+                "n_action_steps",
+                "policy.encoder_output_dim",
+            }
+        ), setting.key
+    # a file with another history is refused with the reason
+    other = in_file(tmp_path, MANIFLOW_PUBLIC.replace("n_obs_steps: 1", "n_obs_steps: 2"), "two.yaml")
+    assert "policies read the current observation only" in import_config(other, "imitate")[0]
+    with pytest.raises(UserError, match="n_obs_steps .* policies read the current observation only"):
+        load_config(other, [Setting("imitate.demos", "x", "here")], "imitate")
+
+
+def test_references_of_a_file_to_itself_are_followed(tmp_path):
+    text = "seed: 3\nthreads: ${seed}\noutput: ${threads}\n"
+    text += "logging: {name: '${logging.project}', project: '${logging.name}'}"
+    values = {setting.key: setting.value for setting in read_settings(in_file(tmp_path, text, "a.yaml"))}
+    # a circle, and unknown keys, stay text
+    assert (values["threads"], values["output"]) == (3, 3) and values["logging.name"].startswith("${")
+    (only,) = read_settings(in_file(tmp_path, "output: ${HOME}/x-${seed}", "b.yaml"))
+    assert only.value == "${HOME}/x-${seed}"
 
 
 def test_chain_refuses_an_output_folder_of_a_phase(tmp_path):

@@ -47,6 +47,13 @@ rl_training.num_envs=rollout.n_envs
 policy.model_config=policy.model_settings policy.model_config.=policy.model_settings.
 policy.vla_config.model_config=policy.model_settings policy.vla_config.model_config.=policy.model_settings.
 policy.vla_config.=policy.
+horizon=policy.horizon n_action_steps=rollout.action_steps policy.n_action_steps=rollout.action_steps
+policy._target_=policy.name policy.n_layer=policy.layers policy.n_head=policy.heads policy.n_emb=policy.width
+policy.num_inference_steps=policy.sampling_steps policy.use_pc_color=policy.point_channels
+policy.encoder_output_dim=policy.point_features
+policy.pointcloud_encoder_cfg.out_channels=policy.point_features policy.pointcloud_encoder_cfg.num_points=env.points
+optimizer.lr=imitate.learning_rate optimizer.weight_decay=imitate.weight_decay
+dataloader.batch_size=imitate.batch_size training.lr_scheduler=imitate.lr_schedule
 """)
 ALIASES |= {
     **{
@@ -149,6 +156,41 @@ trainer.use_wandb logging.use_wandb wandb. logging.wandb.: \
 set logging.mode=online or offline, logging.project, logging.name
 trainer.use_swanlab logging.use_swanlab swanlab. logging.swanlab. trainer.swanlab_project_name: \
 SwanLab is not supported: set logging.tensorboard=true, or logging.mode=online for W&B
+defaults hydra. multi_run.: Hydra joins files and names folders; write all settings in this file, and set output
+shape_meta policy.shape_meta: the env determines the shapes; remove it
+exp_name: the name of a run is that of its folder: set output
+n_obs_steps policy.n_obs_steps dataset_obs_steps: policies read the current observation only; remove it
+obs_as_global_cond policy.obs_as_global_cond: observations are the condition of the denoiser; remove it
+n_latency_steps keypoint_visible_rate: has no counterpart; remove it
+policy.model_name policy.block_type policy.qkv_bias policy.qk_norm policy.pre_norm_modality policy.visual_cond_len: \
+describes a transformer with cross-attention to points, but policy.name=flow attends to pooled points; remove it
+policy.pointcloud_encoder_cfg.pointwise: features of points are pooled (their maximum); remove it
+policy.pointcloud_encoder_cfg. policy.pointnet_type policy.encoder_type: \
+the point encoder is a PointNet with layer norms: set policy.point_channels
+policy.diffusion_timestep_embed_dim policy.diffusion_target_t_embed_dim: policy.width is the width of all embeddings; \
+remove it
+policy.flow_batch_ratio policy.consistency_batch_ratio: the consistency term has a weight: set policy.consistency
+policy.sample_t_mode_flow policy.sample_t_mode_consistency policy.sample_dt_mode_consistency \
+policy.sample_target_t_mode policy.denoise_timesteps: how imitation draws times is not a setting; remove it
+policy.use_point_crop policy.crop_shape: set env.points_low and env.points_high, in metres
+policy.downsample_points: the env selects points by farthest-point sampling: set env.points
+policy.language_conditioned policy.max_lang_cond_len: set policy.language_features
+policy.obs_encoder.: describes ManiFlow's image encoder; set policy.image_encoder
+ema. training.use_ema: averaged weights have a constant decay: set imitate.ema, e.g. 0.999
+dataloader. val_dataloader.: demonstrations are read in this process; remove it
+optimizer.: the optimiser is AdamW with its default betas; remove it
+checkpoint.: set training.save_every and training.keep_checkpoints
+training.lr_warmup_steps: imitation has no warm-up; remove it
+training.num_epochs: an update has imitate.steps_per_update gradient steps: set training.iterations
+training.gradient_accumulate_every: set imitate.batch_size
+training.rollout_every: set evaluation.every, in updates
+training.checkpoint_every: set training.save_every, in updates
+training.val_every training.sample_every training.max_train_steps training.max_val_steps training.tqdm_interval_sec: \
+has no counterpart; remove it
+training.distributed training.num_gpus: pass --gpus N
+training.env_device: set device
+training.resume: set resume
+training.debug: set logging.console_level=DEBUG instead
 logging.entity logging.tags logging.id logging.group logging.resume: \
 W&B reads WANDB_ENTITY, WANDB_TAGS and WANDB_RUN_GROUP, and the run folder stores its id; remove it
 """
@@ -170,6 +212,26 @@ FIXED_VALUES |= {"teacher.exploration_type": "random", "student.exploration_type
 FIXED_VALUES |= {f"{phase}.train_world_model": phase != "student" for phase in CHAIN}
 FIXED_VALUES |= {f"{phase}.train_action_head": phase != "teacher" for phase in CHAIN}
 FIXED_VALUES |= dict.fromkeys(["policy.actor.type", "policy.critic.type"], "mlp")
+FIXED_VALUES |= dict.fromkeys(["n_obs_steps", "policy.n_obs_steps", "dataset_obs_steps"], 1)
+FIXED_VALUES |= {"n_latency_steps": 0, "training.gradient_accumulate_every": 1, "training.debug": False}
+FIXED_VALUES |= dict.fromkeys(["obs_as_global_cond", "policy.obs_as_global_cond", "training.resume"], True)
+FIXED_VALUES |= {"policy.encoder_type": "DP3Encoder", "policy.pointnet_type": "pointnet"}
+FIXED_VALUES |= {"policy.pointcloud_encoder_cfg.use_layernorm": True, "optimizer._target_": "torch.optim.AdamW"}
+FIXED_VALUES |= {"policy.pointcloud_encoder_cfg.final_norm": "layernorm", "policy.language_conditioned": False}
+# our key, value of the originals -> our value
+_VALUES: dict[tuple[str, str | bool], Any] = {
+    ("env.task", "random_exploration"): "explore",
+    # this flag selects one of two PointNets
+    ("policy.point_channels", False): [64, 128, 256],
+    ("policy.point_channels", True): [64, 128, 256, 512],
+    **{
+        ("policy.name", f"maniflow.policy.{module}.{name}"): "flow"
+        for module, name in (
+            ("maniflow_pointcloud_policy", "ManiFlowTransformerPointcloudPolicy"),
+            ("maniflow_image_policy", "ManiFlowTransformerImagePolicy"),
+        )
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -217,13 +279,15 @@ def rename(settings: list[Setting], schema: Schema, phase: str | None = None) ->
     renamed = _Renamed(phase, schema)
     for _, group in groupby(settings, lambda setting: setting.source):
         common, own, flags = list[Setting](), list[Setting](), dict[str, list[Setting]]()
-        for setting in group:
+        of_file = list(group)
+        of_hydra = any(setting.key == "policy._target_" for setting in of_file)
+        for setting in of_file:
             if setting.key not in schema.root.model_fields and setting.value in (None, {}) and _example(setting.key):
                 continue
             if _asks_for_fixed_value(setting):
                 renamed.fixed.append(setting)
                 continue
-            if why := _why_unsupported(setting):
+            if why := _why_unsupported(setting, of_hydra):
                 renamed.refused.append((setting, why))
             owner, key = _owner(setting.key, schema)
             key = _of_own_term(key)
@@ -236,8 +300,8 @@ def rename(settings: list[Setting], schema: Schema, phase: str | None = None) ->
                 flags.setdefault(key, []).append(setting)
             else:
                 ours = replace(setting, key=key, written=setting.as_written)
-                if (key, setting.value) == ("env.task", "random_exploration"):
-                    ours = replace(ours, value="explore")
+                if isinstance(setting.value, str | bool):
+                    ours = replace(ours, value=_VALUES.get((key, setting.value), setting.value))
                 # its own source: a key for all phases and the same key for one phase may both be given
                 own_source: dict[str, Any] = {"source": f"{setting.where}, for {phase}", "line": None} if owner else {}
                 (own if owner else common).append(replace(ours, **own_source))
@@ -287,9 +351,14 @@ def _original_rewards(settings: list[Setting], renamed: _Renamed) -> list[Settin
     return [Setting(key, value, f"{source}, as in the originals") for key, value in implied.items()]
 
 
-def _why_unsupported(setting: Setting) -> str | None:
+def _why_unsupported(setting: Setting, of_hydra: bool = False) -> str | None:
+    """`of_hydra`: whether its file is a config of Hydra, which names classes."""
     if setting.key.endswith("..."):
         return why_not(setting.key, setting.value)
+    if of_hydra and setting.key == "name":
+        return "the name of a run is that of its folder: set output"
+    if of_hydra and isinstance(setting.value, str) and "${" in setting.value and not _reason(setting.key):
+        return "refers to a value that is not in this file; write the value"
     has_place = setting.key in ALIASES or setting.key in LISTED or _asks_for_fixed_value(setting)
     return None if has_place else _reason(setting.key)
 

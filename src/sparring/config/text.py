@@ -37,6 +37,7 @@ class Setting:
 # limits of a config file, so that reading takes at most two seconds; a typical one has 200 keys and 20 kB
 _FILE_BYTES, _NODES, _DEPTH = 200_000, 5000, 40
 _CORE = "tag:yaml.org,2002:"
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 class _UnsupportedYamlError(yaml.MarkedYAMLError):
@@ -141,11 +142,23 @@ def read_settings(path: str | Path) -> list[Setting]:
             expected = f"expected keys with values at the top level, e.g. 'seed: 1'{hint}"
             raise UserError(f"config file '{path}' line 1: {expected}")
         sha256 = hashlib.sha256(content).hexdigest()
-        return [replace(setting, sha256=sha256) for setting in _leaves(loader, root, "", path.name)]
+        settings = _dereferenced([*_leaves(loader, root, "", path.name)])
+        return [replace(setting, sha256=sha256) for setting in settings]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"config file '{path}'{line}: {_problem(error, 'not valid YAML or JSON')}") from None
+
+
+def _dereferenced(settings: list[Setting]) -> Iterator[Setting]:
+    """A value `${key}` (OmegaConf) is the value of that key in the same file; any other text is kept."""
+    values = {setting.key: setting.value for setting in settings}
+    for setting in settings:
+        value, seen = setting.value, {setting.key}
+        while isinstance(value, str) and (found := _REFERENCE.fullmatch(value)) and found[1] in values.keys() - seen:
+            seen.add(found[1])
+            value = values[found[1]]
+        yield replace(setting, value=value)
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
