@@ -16,7 +16,7 @@ from sparring.policies.instructions import ByteTokenizer, Instructions
 STATE = ("observation", "state")
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 _LONGEST_TEXT = 256  # maximum bytes of an instruction
-_POINT_SCALE = 4.0  # metres -> about 1 at the edge of a table, as in observation/state
+POINT_SCALE = 4.0  # metres -> about 1 at the edge of a table, as in observation/state
 
 
 def mlp(inputs: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
@@ -206,7 +206,7 @@ class _PointEncoder(nn.Module):
             assert state is not None
             hands = (state[:, self.hand_entries] / self.hand_scale)[:, None]  # [B, 1, 3 R]
             positions = positions.repeat(1, 1, self.hands) - hands
-        return self.output(self.each_point(torch.cat([_POINT_SCALE * positions, colours], -1)).amax(1))
+        return self.output(self.each_point(torch.cat([POINT_SCALE * positions, colours], -1)).amax(1))
 
 
 class InstructionEncoder(nn.Module):

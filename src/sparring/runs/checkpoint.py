@@ -361,6 +361,8 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
         return {name: tensor for shard in shards for name, tensor in read_weights(file.parent / shard).items()}
     if file.suffix != ".safetensors":
         loaded = _torch_load(file)
+        if isinstance(states := loaded.get("state_dicts"), dict):  # ManiFlow's; it evaluates the averaged weights
+            loaded = {"model": states.get("ema_model", states.get("model"))}
         return loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
     try:
         return load_file(file)
@@ -383,7 +385,8 @@ def _torch_load(file: Path) -> dict:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes may raise any exception
-        why = "it is damaged, or holds more than tensors and plain values; use another file"
+        advice = "convert a checkpoint of ManiFlow by examples/maniflow_checkpoint.py" if file.suffix == ".ckpt" else ""
+        why = f"it is damaged, or holds more than tensors and plain values; {advice or 'use another file'}"
         raise CheckpointError(f"'{file}' cannot be read: {why}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(

@@ -17,6 +17,7 @@ from sparring.config.text import flatten, saved_settings, value_text
 from sparring.contract import EnvSpec
 from sparring.envs.env import Env
 from sparring.errors import Diverged, UserError, describe_error
+from sparring.policies.flow.maniflow import is_maniflow, load_maniflow
 from sparring.policies.weights import WeightsFit
 from sparring.runs.checkpoint import (
     CheckpointError,
@@ -198,6 +199,9 @@ def load_weights(
     file = cast(Path, weights_file(find_checkpoint(path)))
     expected = model.state_dict()
     given = {key.removeprefix(prefix): w for key, w in read_weights(file).items() if key.startswith(prefix)}
+    if is_maniflow(given):
+        _refuse_unfit(model, given, file)
+        return load_maniflow(model, given, str(file))
     if may_lack_adapters and not any(_ADAPTER in key for key in given):
         # a network with adapters has other names for the same weights
         plain = {key.replace(".base_layer.", "."): key for key in expected}
@@ -213,13 +217,17 @@ def load_weights(
     if differing:
         shown = f"{len(differing)} tensors of another dtype: {WeightsFit.some(differing)}".replace("torch.", "")
         raise CheckpointError(f"'{file}' does not fit this model: {shown}. Convert it")
-    if unfit := not_finite(model, given):
-        raise CheckpointError(
-            f"'{file}' cannot be used: NaN, infinite or impossible numbers in {unfit}; use another checkpoint"
-        )
+    _refuse_unfit(model, given, file)
     model.load_state_dict(given, strict=False)
     new = [key for key in expected if absent and key.startswith(absent)]
     return f"all {len(given)} tensors" + (f"; new: {WeightsFit.some(new)}" if new else "")
+
+
+def _refuse_unfit(model: nn.Module, weights: dict[str, torch.Tensor], file: Path) -> None:
+    if unfit := not_finite(model, weights):
+        raise CheckpointError(
+            f"'{file}' cannot be used: NaN, infinite or impossible numbers in {unfit}; use another checkpoint"
+        )
 
 
 def read_state(checkpoint: Path, processes: int) -> dict[str, Any]:
