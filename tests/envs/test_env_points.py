@@ -10,6 +10,7 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot
 from sparring.envs.gym_batch import SerialBackend
+from sparring.envs.workers import ProcessBackend
 from sparring.errors import UserError
 
 SIZE = 4
@@ -116,6 +117,17 @@ def test_images_and_depths_of_decisions_are_drawn_once():
     backend.reset(EpisodeSeeds(0))
     backend.step(np.zeros((1, 4, 2), np.float32))
     assert sorted(env.drawn) == sorted(["head", "head_depth", "wrist", "wrist_depth"] * 2)
+
+
+def test_workers_give_the_same_points_as_one_process():
+    serial, workers = SerialBackend(config_of(), 2), ProcessBackend(config_of(workers=2), 2)
+    try:
+        for backend in (serial, workers):
+            backend.reset(EpisodeSeeds(0))
+        steps = [backend.step(np.zeros((2, 1, 2), np.float32)) for backend in (serial, workers)]
+        np.testing.assert_array_equal(*(step.observation["points"] for step in steps))
+    finally:
+        workers.close()
 
 
 def test_points_have_no_colours_without_an_image_of_the_same_size():
