@@ -6,7 +6,9 @@
 One process takes one seed through three stages: the scripted expert of the adapter, with noise, records demonstrations;
 a flow policy is trained on them by imitation; PPO fine-tunes it with a reward of 1 for success. The policy sees 128
 points (x, y, z, r, g, b) of two 64-pixel depth cameras, in the frame of the gripper, and the state of the robot; it has
-no other knowledge of the cube. It is evaluated greedily on 100 held-out episodes of at most 100 steps (5 s).
+no other knowledge of the cube. The number and the noise of the demonstrations were chosen on seed 100, so that
+imitation succeeds in 30 to 70 % of episodes (8 of 20). The policy is evaluated greedily on 100 held-out episodes of at
+most 100 steps (5 s).
 
 Target on each seed: success rises by at least 25 points, or to at least 90 %.
 """
@@ -27,7 +29,7 @@ ENV = [
     "env.points_high=[0.3, 0.3, 1.2]",
     "rollout.max_episode_steps=100",
 ]
-PROBLEMS = {"lift": Problem(("robosuite:Lift",), ENV, 10, 400_000, 50_000, noise=0.3)}
+PROBLEMS = {"lift": Problem(("robosuite:Lift",), ENV, 5, 400_000, 50_000, noise=0.5)}
 
 
 def judge(policy, config) -> dict:
