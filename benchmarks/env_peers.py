@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,62 @@ def metaworld(size: int, hz: float | None) -> tuple[Turn, dict]:
 
     simulated = env.frame_skip * env.model.opt.timestep
     return turn, {"simulated_seconds": simulated, "gl": fast.driver(), "versions": _versions("metaworld", "mujoco")}
+
+
+def metaworld_bare(task: str, limit: int) -> tuple[Turn, dict]:
+    """A control step of one Meta-World env without any wrapper; a reset after each `limit` steps."""
+    from sparring.envs.sims.metaworld import make
+
+    env, act, number = make(task)._env, _random_actions((4,)), 0
+    env.reset()
+
+    def turn() -> None:
+        nonlocal number
+        env.step(act())
+        number += 1
+        if number % limit == 0:
+            env.reset()
+
+    return turn, {"env_steps": 1, "versions": _versions("metaworld", "mujoco")}
+
+
+def metaworld_workers(
+    task: str, limit: int, robots: int, workers: int, cameras: list[str], chunk: int
+) -> tuple[Turn, dict]:
+    """A decision of all robots in worker processes of Sparring; each decision is `chunk` control steps."""
+    from sparring.envs.backend import EpisodeSeeds
+    from sparring.envs.configs import GymConfig
+    from sparring.envs.workers import ProcessBackend
+
+    kwargs = {"cameras": cameras}
+    config = GymConfig(name=f"metaworld:{task}", kwargs=kwargs, vectorize="process", workers=workers)
+    env = ProcessBackend(config, robots, limit)
+    env.reset(EpisodeSeeds(0, total_envs=robots))
+    act = _random_actions((robots, chunk, 4))
+    return lambda: env.step(act()), {"env_steps": robots * chunk}
+
+
+def metaworld_async(task: str, limit: int, robots: int, cameras: list[str]) -> tuple[Turn, dict]:
+    """A control step of all robots in gymnasium's AsyncVectorEnv: one process per robot, a frame at each step."""
+    from gymnasium.vector import AsyncVectorEnv
+
+    env = AsyncVectorEnv([partial(_drawn_metaworld, task, limit, cameras)] * robots)
+    env.reset(seed=0)
+    act = _random_actions((robots, 4))
+    return lambda: env.step(act()), {"env_steps": robots, "versions": _versions("gymnasium")}
+
+
+def _drawn_metaworld(task: str, limit: int, cameras: list[str]):
+    """Sparring's adapter as a usual gymnasium env, which draws its cameras at each step."""
+    import gymnasium
+
+    from sparring.envs.sims.metaworld import make
+
+    env = gymnasium.wrappers.TimeLimit(make(task, cameras), limit)
+    shown = gymnasium.spaces.Dict({key: env.observation_space[key] for key in ("state", *cameras)})
+    return gymnasium.wrappers.TransformObservation(
+        env, lambda found: {key: found[key]() if callable(found[key]) else found[key] for key in shown}, shown
+    )
 
 
 def robosuite(size: int, hz: float | None) -> tuple[Turn, dict]:
@@ -255,7 +312,9 @@ def _seconds(turn: Turn, turns: int) -> float:
     return time.perf_counter() - started
 
 
-KINDS = {kind.__name__: kind for kind in (suite_step, suite_physics, suite_frames, mujoco_frames, metaworld, robosuite)}
+_SUITE = (suite_step, suite_physics, suite_frames, mujoco_frames)
+_SIMULATORS = (metaworld, metaworld_bare, metaworld_workers, metaworld_async, robosuite)
+KINDS = {kind.__name__: kind for kind in (*_SUITE, *_SIMULATORS)}
 
 
 def main() -> None:
