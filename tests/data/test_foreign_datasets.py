@@ -1,6 +1,9 @@
 """Datasets of other programs: LeRobot v2.1, robomimic; their keys, rates, units and images; and damaged ones."""
 
+import io
 import json
+import struct
+import zlib
 from dataclasses import replace
 
 import h5py
@@ -9,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from foreign_datasets import TASKS, ReachEnv, episodes, grey, lerobot_v21, robomimic
+from PIL import Image
 
 from sparring.data.chunks import ActionChunks
 from sparring.data.dataset import DatasetError, read_dataset
@@ -389,3 +393,229 @@ def test_the_env_takes_what_the_expert_does():
     """The double: its demonstrations succeed."""
     assert all(episode["reward"][-1] == 1 for episode in episodes(12))
     assert isinstance(ReachEnv(text=True).reset(seed=0)[0]["words"], str)
+
+
+# ---- content that is misleading or unsafe
+
+
+def test_our_cameras_are_matched_by_their_exact_names_only(v21):
+    """Ours with other names show something else; those of other programs are matched more loosely."""
+    foreign, spec = read_dataset(v21), spec_of(image=True)
+    own = replace(foreign, extras={"control_mode": None, "env": {}})
+    assert KeyMap(foreign, BOTH, spec).cameras == {"view": "observation.images.top"}
+    assert KeyMap(own, BOTH, spec).cameras == {}
+    with pytest.raises(DatasetError, match=r"cameras: expected view, found none|cameras: expected view, found"):
+        Demonstrations(own, ["view"], keys=BOTH, spec=spec)
+    similar = {"observation.images.view_image": foreign.cameras["observation.images.top"]}
+    assert KeyMap(replace(own, cameras=similar), BOTH, spec).cameras == {}
+    assert KeyMap(replace(foreign, cameras=similar), BOTH, spec).cameras == {"view": "observation.images.view_image"}
+
+
+def changed_info(folder, change):
+    info = json.loads((folder / "meta/info.json").read_text())
+    change(info)
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    return folder
+
+
+def with_image(folder, content):
+    """The first image of the first table is replaced."""
+    file = folder / "data/chunk-000/episode_000000.parquet"
+    table = pyarrow.parquet.read_table(file, partitioning=None)
+    at = table.column_names.index("observation.images.top")
+    rows = table["observation.images.top"].to_pylist()
+    rows[0] = {"bytes": content, "path": None}
+    pyarrow.parquet.write_table(table.set_column(at, "observation.images.top", pyarrow.array(rows)), file)
+
+
+def encoded(mode, kind, size=(80, 48)):
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, kind)
+    return file.getvalue()
+
+
+def huge_png():
+    parts = (b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(bytes(9)))
+    chunks = [struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (encoded("RGB", "eps"), "cannot identify image file"),
+        (encoded("RGB", "bmp"), "cannot identify image file"),
+        (encoded("I;16", "png"), "its mode is I;16, expected 8-bit colours"),
+        (huge_png(), "decompression bomb"),
+        (encoded("RGB", "png").replace(b"IDAT", b"ID\0T"), "broken PNG file|cannot identify|broken"),
+    ],
+)
+def test_images_in_tables_are_png_or_jpeg_of_8_bits(tmp_path, content, why):
+    folder = lerobot_v21(tmp_path / "set", EPISODES[:1], embedded=True)
+    with_image(folder, content)
+    with pytest.raises(DatasetError, match=f"image 0 of observation.images.top in episode 0 cannot be decoded .*{why}"):
+        Demonstrations(folder).images("top", 0)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "a\nb", "\ud800"])
+def test_names_of_features_cannot_leave_the_folder(tmp_path, name):
+    folder = lerobot_v21(tmp_path / "set", EPISODES[:1])
+    changed_info(folder, lambda info: info["features"].update({name: info["features"]["action"]}))
+    with pytest.raises(DatasetError, match="expected a name without a slash"):
+        read_dataset(folder)
+
+
+@pytest.mark.parametrize("shape", [[48, 80, 1], [1, 48, 80]])
+def test_images_without_colours_are_not_used(tmp_path, shape):
+    folder = lerobot_v21(tmp_path / "set", EPISODES[:2])
+    changed_info(folder, lambda info: info["features"]["observation.images.top"].update(shape=shape))
+    dataset = read_dataset(folder)
+    assert dataset.cameras == {} and "without colours" in dataset.unused["observation.images.top"]
+
+
+def test_a_depth_video_is_not_used(tmp_path):
+    folder, depth = lerobot_v21(tmp_path / "set", EPISODES[:2]), {"info": {"video.is_depth_map": True}}
+    changed_info(folder, lambda info: info["features"]["observation.images.top"].update(depth))
+    assert read_dataset(folder).cameras == {}
+
+
+@pytest.mark.parametrize("name", ["val", "validation", "test"])
+def test_the_split_of_a_lerobot_dataset_is_used(tmp_path, name):
+    folder = changed_info(
+        lerobot_v21(tmp_path / "set", EPISODES), lambda info: info.update(splits={"train": "0:3", name: "3:5"})
+    )
+    training, held_out = Demonstrations(folder).split(0.2)
+    assert (training.numbers_of_episodes.tolist(), held_out.numbers_of_episodes.tolist()) == ([0, 1, 2], [3, 4])
+    for wrong in ("3:9", "4:3", "all", 3):
+        changed_info(folder, lambda info, wrong=wrong: info["splits"].update({name: wrong}))
+        with pytest.raises(DatasetError, match=f"has splits.{name} .*, expected FIRST:END within 0:5"):
+            read_dataset(folder)
+
+
+@pytest.mark.parametrize("text", [None, "\ud800", 3])
+def test_an_instruction_must_be_text(tmp_path, text):
+    folder = lerobot_v21(tmp_path / "set", EPISODES[:2])
+    lines = [{"task_index": 0, "task": text}, {"task_index": 1, "task": "x"}]
+    (folder / "meta/tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(DatasetError, match="task contains .*, expected text"):
+        read_dataset(folder)
+
+
+def test_a_task_may_contain_a_line_separator(tmp_path):
+    folder = lerobot_v21(tmp_path / "set", EPISODES[:1], words=("x",))
+    (folder / "meta/tasks.jsonl").write_text('{"task_index": 0, "task": "a\u2028b"}\n', encoding="utf-8")
+    assert Demonstrations(folder).instruction(0) == "a\u2028b"
+
+
+def outside(kind):
+    """The array obs/goal of demo_0 is in another file."""
+
+    def damage(path):
+        other = path.with_name("other.hdf5")
+        with h5py.File(other, "w") as file:
+            file["x"] = np.zeros((LENGTHS[0], 2))
+            file["obs/goal"] = np.zeros((LENGTHS[0], 2))
+        path.with_name("raw").write_bytes(bytes(LENGTHS[0] * 16))
+        with h5py.File(path, "a") as file:
+            demo = file["data/demo_0"]
+            if kind == "group":
+                del demo["obs"]
+                demo["obs"] = h5py.ExternalLink(str(other), "/obs")
+                return
+            if kind == "demo":
+                file["data/demo_3"] = h5py.ExternalLink(str(other), "/obs")
+                return
+            del demo["obs/goal"]
+            if kind == "link":
+                demo["obs/goal"] = h5py.ExternalLink(str(other), "/x")
+            elif kind == "virtual":
+                layout = h5py.VirtualLayout((LENGTHS[0], 2), "f8")
+                layout[:] = h5py.VirtualSource(str(other), "x", (LENGTHS[0], 2))
+                demo.create_virtual_dataset("obs/goal", layout)
+            else:
+                external = [(str(path.with_name("raw")), 0, LENGTHS[0] * 16)]
+                demo.create_dataset("obs/goal", (LENGTHS[0], 2), "f8", external=external)
+
+    return damage
+
+
+@pytest.mark.parametrize("kind", ["link", "group", "demo", "virtual", "external"])
+def test_an_hdf5_file_cannot_refer_to_other_files(tmp_path, kind):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:3])
+    outside(kind)(file)
+    what = "is stored in other files" if kind in ("virtual", "external") else "is a link"
+    with pytest.raises(DatasetError, match=f"{what}; copy its content into the file"):
+        Demonstrations(file)
+
+
+@pytest.mark.parametrize("rate", [float("inf"), -1, 0, 10**400])
+def test_a_rate_must_be_a_number_of_steps(tmp_path, rate):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:2], control_freq=rate)
+    with pytest.raises(DatasetError, match="has control_freq .*, expected steps per second > 0"):
+        read_dataset(file)
+
+
+def test_an_array_larger_than_any_memory_is_refused(tmp_path):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:1])
+    with h5py.File(file, "a") as opened:
+        shape = (LENGTHS[0], 10**13)
+        opened.create_dataset("data/demo_0/obs/vast", shape, "f8", chunks=(1, 1000))
+    with pytest.raises(DatasetError, match="is damaged or no HDF5 file"):
+        read_dataset(file)
+
+
+def test_settings_of_the_env_are_not_names_of_entries(tmp_path):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:1])
+    with h5py.File(file, "a") as opened:
+        opened["data"].attrs["env_args"] = json.dumps({"features": [1]})
+    assert Demonstrations(file).action_names == []
+
+
+def test_groups_and_scalars_among_observations_are_not_used(tmp_path):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:2])
+    with h5py.File(file, "a") as opened:
+        opened["data/demo_0/obs/group/x"] = np.zeros(3)
+        opened["data/demo_0/obs/scalar"] = 1.0
+    demos = Demonstrations(file)
+    assert {demos.dataset.unused[f"obs/{name}"] for name in ("group", "scalar")} == {"not an array of steps"}
+
+
+def test_chunks_of_actions_are_no_point_cloud(tmp_path):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:1])
+    replaced("data/demo_0/actions", np.zeros((LENGTHS[0], 10, 6)))(file)
+    with pytest.raises(DatasetError, match="has no key action or actions; set imitate.keys"):
+        Demonstrations(file)
+
+
+def test_a_mask_may_name_an_episode_twice(tmp_path):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:3], valid=(1, 1))
+    assert Demonstrations(file).split(0.1)[1].numbers_of_episodes.tolist() == [1]
+
+
+def test_nan_in_a_key_that_is_not_used_is_accepted(tmp_path):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:1])
+    replaced("data/demo_0/obs/goal", np.full((LENGTHS[0], 2), np.nan))(file)
+    assert Demonstrations(file, keys={"obs/goal": "ignore"}).state_dim == 2
+    with pytest.raises(DatasetError, match="obs/goal contains NaN or infinity"):
+        Demonstrations(file)
+
+
+def test_an_unknown_rate_cannot_be_resampled(tmp_path):
+    file = robomimic(tmp_path / "demo.hdf5", EPISODES[:2], control_freq=None)
+    with pytest.raises(DatasetError, match="states no rate: its steps cannot be resampled to 10 per second"):
+        Demonstrations(file, fps=10, resample=True)
+
+
+def test_equal_names_of_joined_actions_get_their_key(tmp_path):
+    folder = lerobot_v21(tmp_path / "set", EPISODES[:2], names={"goal": "left"})
+    demos = Demonstrations(folder, keys={"left": "action", "action": "action"})
+    assert demos.action_names == ["left.x", "left.y", "action.x", "action.y"]
+    assert Demonstrations(folder).action_names == ["x", "y"]
+
+
+def test_episodes_can_be_selected_in_another_order(v21):
+    order = np.array([4, 2, 0, 1, 3])
+    chosen = Demonstrations(v21).select(order)
+    expected = np.concatenate([EPISODES[number]["action"] for number in order])
+    np.testing.assert_array_equal(chosen.numbers("action"), expected)
+    np.testing.assert_array_equal(chosen.episode(1)["action"][:, 0], EPISODES[2]["action"])

@@ -135,7 +135,7 @@ class ActionChunks:
         rows: list[np.ndarray] = []
         indices, (length,) = [], spec.observation["instruction"][0]
         for demos, steps in zip(self.demonstrations, np.diff(self._starts), strict=True):
-            if not demos.mapping.keys(INSTRUCTION) and not demos.dataset.extras:
+            if not demos.mapping.keys(INSTRUCTION) and not demos.dataset.is_own:
                 needs = "the env observes an instruction, and the dataset has none"
                 raise DatasetError(f"'{demos.path}': {needs}; set imitate.keys={{KEY: instruction}}, or env.roles")
             indices.append(len(rows) + demos.task_index[:steps])
@@ -170,13 +170,13 @@ class ActionChunks:
             mistakes = []
             for name, shape in shown.items():
                 recorded = demos.has(f"observation.{name}")
-                found = demos.numbers(f"observation.{name}").reshape(demos.steps, -1).shape[1] if recorded else 0
+                found = math.prod(demos.shape(f"observation.{name}")[1:]) if recorded else 0
                 # a state may be padded
                 if not found or found > math.prod(shape) or (name != "state" and found < math.prod(shape)):
                     mistake = f"observation.{name}: expected {math.prod(shape)} entries, found {found or 'none'}"
                     # a different number of entries means a different task
                     key = {"privileged": "object_state", "points": "points"}.get(name, "task") if not found else "task"
-                    unknown = name == "state" and not demos.dataset.extras
+                    unknown = name == "state" and not demos.dataset.is_own
                     mistakes.append(mistake + (demos.mapping.state_advice() if unknown else demos.recorded_with(key)))
             for name in spec.observation:
                 if (kind := name.partition("/")[0]) in ("depth", "segmentation"):

@@ -6,7 +6,8 @@
 Letters: E episodes, T steps of one, F steps of all episodes in order, D entries, P points.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ import numpy as np
 from sparring.errors import UserError
 
 TASK = "task"  # the key of the instruction of each step
+# where a step is in a LeRobotDataset
+POSITION = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _HDF5 = b"\x89HDF\r\n\x1a\n"  # first bytes of such a file
 
 
@@ -49,11 +52,28 @@ class Dataset:
     lengths: np.ndarray  # [E]
     cameras: dict[str, Images]  # key -> images
     texts: dict[str, tuple[np.ndarray, tuple[str, ...]]]  # key -> index of each step [F], texts
-    info: dict[str, Any]  # metadata of the format
+    info: dict[str, Any]  # meta/info.json; {} in other formats
     statistics: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # key -> "mean", "std", ... -> values
     extras: dict[str, Any] = field(default_factory=dict)  # meta/sparring.json; empty if another program recorded it
     unused: dict[str, str] = field(default_factory=dict)  # key that is not read -> why
     splits: dict[str, np.ndarray] = field(default_factory=dict)  # "train", "valid" -> numbers of episodes
+    names: dict[str, list[str]] = field(default_factory=dict)  # key -> names of its entries, if they are known
+
+    def __post_init__(self):
+        for key, (_, texts) in self.texts.items():
+            for text in texts:
+                # half a surrogate pair is no Unicode
+                if not isinstance(text, str) or not text.isascii() and re.search("[\ud800-\udfff]", text):
+                    raise DatasetError(f"'{self.path}': {key} contains {text!r}, expected text; correct the dataset")
+
+    @property
+    def is_own(self) -> bool:
+        """Recorded by us: names, entries and units are those of our envs."""
+        return bool(self.extras)
+
+    @property
+    def keys(self) -> list[str]:
+        return [*self.cameras, *self.columns, *self.texts, *self.unused]
 
     @property
     def steps(self) -> int:
@@ -87,9 +107,15 @@ def is_hdf5(path: Path) -> bool:
         return path.suffix in (".hdf5", ".h5") or file.read(len(_HDF5)) == _HDF5
 
 
-def check_finite(dataset: Dataset) -> None:
+def is_vector_or_cloud(shape: Sequence[int], may_be_cloud: bool = True) -> bool:
+    """`shape`: of one step; the points of a cloud have x, y, z, or also r, g, b."""
+    return len(shape) < 2 or may_be_cloud and len(shape) == 2 and shape[1] in (3, 6)
+
+
+def check_finite(dataset: Dataset, keys: Iterable[str]) -> None:
     starts = dataset.starts
-    for name, values in dataset.columns.items():
+    for name in keys:
+        values = dataset.columns[name]
         bad = np.flatnonzero(~np.isfinite(values.reshape(dataset.steps, -1)).all(axis=1))
         if len(bad):
             episode = int(np.searchsorted(starts, bad[0], side="right")) - 1

@@ -18,14 +18,13 @@ from tensordict import TensorDict
 from sparring.config.text import value_text
 from sparring.contract import EnvSpec
 from sparring.data.buffer import check_whole
-from sparring.data.dataset import TASK, Dataset, DatasetError, read_dataset
+from sparring.data.dataset import TASK, Dataset, DatasetError, check_finite, read_dataset
 from sparring.data.image_cache import decoded, open_cache
 from sparring.data.mapping import ACTION, INSTRUCTION, POINTS, PRIVILEGED, STATE, KeyMap
 from sparring.data.statistics import number_statistics
 
 # entries of an env's observation in a dataset, besides images and the task
 NUMBERS = (STATE, PRIVILEGED, POINTS)
-_VECTORS = ("observation.state", "observation.privileged", "action")
 _ROLES = {"observation.state": STATE, "observation.privileged": PRIVILEGED, "action": ACTION}
 
 
@@ -64,20 +63,25 @@ class Demonstrations:
             check_whole("image_size", image_size)
         self.dataset = dataset = source if isinstance(source, Dataset) else read_dataset(source)
         self.path = dataset.path
-        joined = object_state == "state" and all(name in dataset.columns for name in _VECTORS[:2])
+        parts = ("observation.state", "observation.privileged")
+        joined = object_state == "state" and all(name in dataset.columns for name in parts)
         # as the env does: [F, S] and [F, W] -> [F, S + W]
-        self.mapping = KeyMap(dataset, (dict.fromkeys(_VECTORS[:2], STATE) if joined else {}) | dict(keys or {}), spec)
+        self.mapping = KeyMap(dataset, (dict.fromkeys(parts, STATE) if joined else {}) | dict(keys or {}), spec)
+        # those of other programs may contain anything that is not used
+        used = dataset.columns if dataset.is_own else [key for key in self.mapping.roles if key in dataset.columns]
+        check_finite(dataset, used)
         self.fps = dataset.fps
         self.control_mode = dataset.extras.get("control_mode")
         self.lengths = dataset.lengths
         # [F]: the recorded step of each step; [E]: the recorded episode of each episode
         self.frames, self.numbers_of_episodes = np.arange(dataset.steps), np.arange(len(self.lengths))
+        self._is_selected = False  # whether these are not all recorded steps in their order
         # under the names of LeRobot: [F, D], [F] (e.g. next.reward) or [F, P, 3 or 6] (points)
         self._columns = {name: values for name, values in dataset.columns.items() if name.startswith("next.")}
         for name, role in _ROLES.items():
-            parts = [dataset.columns[key].reshape(dataset.steps, -1) for key in self.mapping.keys(role)]
-            if parts:
-                self._columns[name] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+            vectors = [dataset.columns[key].reshape(dataset.steps, -1) for key in self.mapping.keys(role)]
+            if vectors:
+                self._columns[name] = vectors[0] if len(vectors) == 1 else np.concatenate(vectors, axis=1)
         clouds = [dataset.columns[key] for key in self.mapping.keys(POINTS)]
         recorded = clouds[0].shape[1] if clouds else 0
         texts = (self.mapping.keys(INSTRUCTION) or [TASK])[0]
@@ -90,7 +94,7 @@ class Demonstrations:
         if clouds:
             self._columns["observation.points"] = clouds[0][:, : self.points]
         self._to_units_of(spec)
-        if resample and fps is not None and self.fps is not None:
+        if resample and fps is not None:
             self._resample(fps)
         self._keys = self.mapping.cameras
         self.cameras = tuple(self._keys if cameras is None else cameras)
@@ -120,26 +124,24 @@ class Demonstrations:
 
     @property
     def action_dim(self) -> int:
-        return self.numbers("action").shape[1]
+        return self.shape("action")[1]
 
     @property
     def action_names(self) -> list[str]:
         """The names of the entries in the dataset, or []."""
-        found: list[str] = []
-        for key in self.mapping.keys(ACTION):
-            names = self.dataset.info.get("features", {}).get(key, {}).get("names")
-            # some writers group the names: {"motors": [...]}
-            groups = names.values() if isinstance(names, dict) else [names]
-            found += [str(name) for group in groups if isinstance(group, list) for name in group]
-        return found if len(found) == self.action_dim else []
+        return self.mapping.names(ACTION)
 
     @property
     def state_dim(self) -> int:
         """0 without a state."""
-        return self.numbers("observation.state").shape[1] if self.has("observation.state") else 0
+        return self.shape("observation.state")[1] if self.has("observation.state") else 0
 
     def has(self, feature: str) -> bool:
         return feature in self._columns
+
+    def shape(self, feature: str) -> tuple[int, ...]:
+        """Of `numbers`."""
+        return self.steps, *self._columns[feature].shape[1:]
 
     def numbers(self, feature: str) -> np.ndarray:
         """A feature (LeRobot's name) of all steps: `[F, D]`, `[F]` (e.g. `next.reward`) or `[F, P, 6]` (points)."""
@@ -195,7 +197,7 @@ class Demonstrations:
         chosen.__dict__.pop("statistics", None)
         chosen.frames = np.concatenate([self.frames[starts[e] : starts[e + 1]] for e in episodes])
         chosen.lengths = self.lengths[episodes]
-        chosen.numbers_of_episodes = self.numbers_of_episodes[episodes]
+        chosen.numbers_of_episodes, chosen._is_selected = self.numbers_of_episodes[episodes], True
         return chosen
 
     def split(self, share: float) -> tuple["Demonstrations", "Demonstrations"]:
@@ -219,7 +221,7 @@ class Demonstrations:
     def statistics(self) -> dict[str, dict[str, np.ndarray]]:
         """Statistics of "observation/state", "observation/privileged" and "action", from stats.json or computed."""
         found = {}
-        for feature in filter(self.has, _VECTORS):
+        for feature in filter(self.has, _ROLES):
             # those of the dataset are of whole keys and of all recorded steps
             is_recorded = not self._is_selected and self.mapping.keys(_ROLES[feature]) == [feature]
             given = self.dataset.statistics.get(feature, {}) if is_recorded and feature not in self._converted else {}
@@ -250,17 +252,13 @@ class Demonstrations:
         if self.fps != self.dataset.fps:
             yield f"  steps are resampled from {self.dataset.fps:g} to {self.fps:g} per second: {self.steps} steps"
 
-    @property
-    def _is_selected(self) -> bool:
-        return len(self.frames) != self.dataset.steps or self.fps != self.dataset.fps
-
     def _to_units_of(self, spec: EnvSpec | None) -> None:
         """Convert actions of another program to those of the contract, in which -1 and 1 are the env's bounds."""
         # actions that the env cannot execute
         self.warnings: list[str] = []
         self._converted: set[str] = set()
         actions = self._columns["action"]
-        if spec is None or self.dataset.extras:
+        if spec is None or self.dataset.is_own:
             return
         if spec.discrete_actions:
             if not (np.isin(actions, range(spec.discrete_actions))).all():
@@ -284,12 +282,16 @@ class Demonstrations:
 
     def _resample(self, fps: float) -> None:
         """At each time of the new rate, take the step that was current: the newest one that had begun."""
-        assert self.dataset.fps is not None
+        if self.dataset.fps is None:
+            fix = f"its steps cannot be resampled to {fps:g} per second; set imitate.fps=ignore"
+            raise DatasetError(f"'{self.path}' states no rate: {fix}")
+        if self.dataset.fps == fps:
+            return
         ratio, starts, taken = self.dataset.fps / fps, self.dataset.starts, []
         for start, length in zip(starts, self.lengths, strict=False):
             count = max(1, math.ceil(length / ratio - 1e-9))
             taken.append(start + np.minimum((np.arange(count) * ratio + 1e-9).astype(np.int64), length - 1))
-        self.frames, self.fps = np.concatenate(taken), fps
+        self.frames, self.fps, self._is_selected = np.concatenate(taken), fps, True
         self.lengths = np.array([len(rows) for rows in taken])
 
     def _check_camera(self, camera: str) -> None:
@@ -305,7 +307,7 @@ class Demonstrations:
     def _check_request(self, cameras, state_dim, action_dim, fps, control_mode, points, recorded, object_state) -> None:
         """Raise one error for all differences from the expected content."""
         mistakes = []
-        is_own, present = bool(self.dataset.extras), self.mapping.cameras
+        is_own, present = self.dataset.is_own, self.mapping.cameras
         # if object_state is as requested, a different number of entries means a different task
         about = (object_state and self.recorded_with("object_state", object_state)) or self.recorded_with("task")
         about = about if is_own or state_dim is None else self.mapping.state_advice()

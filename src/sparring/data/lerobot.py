@@ -26,7 +26,17 @@ from typing import Any
 import numpy as np
 
 from sparring.data import video
-from sparring.data.dataset import TASK, Dataset, DatasetError, Images, check_finite, numbered, scaled
+from sparring.data.dataset import (
+    POSITION,
+    TASK,
+    Dataset,
+    DatasetError,
+    Images,
+    check_finite,
+    is_vector_or_cloud,
+    numbered,
+    scaled,
+)
 from sparring.data.tables import read_json, read_lines, read_sorted, read_table
 from sparring.errors import UserError
 from sparring.processes.manifest import MANIFEST, damage, read_manifest
@@ -35,13 +45,12 @@ from sparring.processes.manifest import MANIFEST, damage, read_manifest
 RECORDING = "recording"
 INFO = "meta/info.json"
 POINTS = "observation.points"
-_BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 # the fields that a template of paths may have, also with leading zeros
 _FIELD = re.compile(r"{(video_key|chunk_index|file_index|episode_chunk|episode_index)(:0?\d?d)?}")
 # required keys of meta/sparring.json, and their types
 _EXTRAS: dict[str, Any] = {"control_mode": str | None, "env": dict, "seed": int, "noise": int | float}
 _EXTRAS |= {"episodes_tried": int} | dict.fromkeys(("episode_seeds", "episode_tasks"), list)
-_POINT_SIZES = (3, 6)
+_HELD_OUT = ("val", "valid", "validation", "test")  # names of splits; the first one that is not empty is used
 _CHUNK_SIZE = 1000  # episodes per folder of v2.x, by default
 
 
@@ -127,9 +136,12 @@ class _TableImages:
         frames = []
         try:
             for row in table[self.feature].to_pylist():
-                with Image.open(io.BytesIO(row["bytes"])) as image:
+                # other formats run external programs
+                with Image.open(io.BytesIO(row["bytes"]), formats=("PNG", "JPEG")) as image:
+                    if image.mode not in ("RGB", "RGBA", "P", "L"):
+                        raise ValueError(f"its mode is {image.mode}, expected 8-bit colours")
                     frames.append(scaled(np.asarray(image.convert("RGB"))[None], height, width))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
             where = f"image {len(frames)} of {self.feature} in episode {episode}"
             raise DatasetError(f"'{self.data[episode]}': {where} cannot be decoded ({error}); copy it again") from None
         return np.concatenate(frames)
@@ -168,9 +180,12 @@ def _read(files: _Files) -> Dataset:
     columns, texts, unused = _read_columns(path, sorted(set(index.data)), info)
     cameras: dict[str, Images] = {}
     for feature in _features_of(info, "video", "image"):
-        shape = info["features"][feature]["shape"]
+        shape, details = info["features"][feature]["shape"], info["features"][feature].get("info") or {}
+        if details.get("video.is_depth_map") or not {shape[0], shape[2]} & {3, 4}:
+            unused[feature] = f"images of shape {shape} without colours, e.g. of depth"
+            continue
         # [H, W, 3], or [3, H, W] from some writers
-        size = tuple(shape[1:] if shape[0] == 3 else shape[:2])
+        size = tuple(shape[:2] if shape[2] in (3, 4) else shape[1:])
         if feature in index.clips:
             cameras[feature] = _VideoImages(files, index.clips[feature], index.lengths, info["fps"], feature, size)
         else:
@@ -187,10 +202,38 @@ def _read(files: _Files) -> Dataset:
         raise DatasetError(f"'{path}/meta/sparring.json': {', '.join(wrong)} missing or of a wrong type; copy it again")
     texts[TASK] = columns["task_index"], index.instructions
     kind = f"LeRobotDataset {info['codebase_version']}"
-    parts = (columns, index.lengths, cameras, texts, info, stats, extras, unused)
-    dataset = Dataset(path, kind, info["fps"], *parts)
+    splits = _splits(path, info, len(index.lengths))
+    parts = (columns, index.lengths, cameras, texts, info, stats, extras, unused, splits)
+    names = {name: _entry_names(feature.get("names")) for name, feature in info["features"].items()}
+    dataset = Dataset(path, kind, info["fps"], *parts, names)
     _check_frames(dataset)
     return dataset
+
+
+def _entry_names(names: Any) -> list[str]:
+    # some writers group them: {"motors": [...]}
+    groups = names.values() if isinstance(names, dict) else [names]
+    return [str(name) for group in groups if isinstance(group, list) for name in group]
+
+
+def _splits(path: Path, info: dict[str, Any], episodes: int) -> dict[str, np.ndarray]:
+    """{"train": "0:8", "val": "8:10"} -> the numbers of the episodes; {} if no split is for evaluation."""
+    given = info.get("splits") or {}
+    found = {}
+    for name in ("train", *_HELD_OUT):
+        if name not in given:
+            continue
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", str(given[name]))
+        first, last = map(int, match.groups()) if match else (1, 0)
+        found[name] = np.arange(first, min(last, episodes))
+        if last < first or name != "train" and last > episodes:
+            expected = f"expected FIRST:END within 0:{episodes}"
+            raise DatasetError(f"'{path}/{INFO}' has splits.{name} {given[name]!r}, {expected}; correct it")
+    held_out = next((name for name in _HELD_OUT if len(found.get(name, ()))), None)
+    if held_out is None:
+        return {}
+    others = np.concatenate([found.get(name, np.arange(0)) for name in _HELD_OUT])
+    return {"train": np.setdiff1d(found.get("train", np.arange(episodes)), others), "valid": found[held_out]}
 
 
 def _features_of(info: dict[str, Any], *dtypes: str) -> list[str]:
@@ -213,8 +256,11 @@ def _read_info(path: Path) -> dict[str, Any]:
     if not isinstance(fps, int | float) or not 0 < fps < float("inf"):
         raise DatasetError(f"'{path}/{INFO}' has fps {fps!r}, expected frames per second > 0")
     for name, feature in features.items():
-        if {"/", "\0"} & set(name):
-            raise DatasetError(f"'{path}/{INFO}' has a feature {name!r}; expected a name without a slash")
+        # a name is part of the paths of videos
+        if {"/", "\\"} & set(name) or name in (".", "..") or not name.isprintable():
+            raise DatasetError(
+                f"'{path}/{INFO}' has a feature {name!r}; expected a name without a slash or special characters"
+            )
         shape = feature["shape"]
         if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 2**31 for size in shape):
             raise DatasetError(f"'{path}/{INFO}': {name} has shape {shape!r}, expected whole numbers above 0")
@@ -304,11 +350,11 @@ def _read_columns(path: Path, files: list[Path], info: dict[str, Any]) -> tuple[
         if dtype == "string":
             shapes[name] = None
         elif dtype not in ("video", "image"):
-            if len(shape) < 2 or len(shape) == 2 and shape[1] in _POINT_SIZES:
+            if is_vector_or_cloud(shape):
                 shapes[name] = shape
             else:
                 unused[name] = f"its shape {shape} is neither a vector nor a point cloud"
-    missing = [name for name in _BOOKKEEPING if name not in shapes]
+    missing = [name for name in POSITION if name not in shapes]
     if missing:
         raise DatasetError(f"'{path}' has no feature {', '.join(missing)}; found {', '.join(info['features'])}")
     columns, texts = read_sorted(files, shapes, "index")
@@ -329,7 +375,7 @@ def _check_frames(dataset: Dataset) -> None:
     within = np.arange(frames) - np.repeat(np.cumsum(dataset.lengths) - dataset.lengths, dataset.lengths)
     if not (np.array_equal(columns["episode_index"], episode) and np.array_equal(columns["frame_index"], within)):
         raise DatasetError(f"'{path}': the rows are not the frames of the episodes in time order; copy it again")
-    check_finite(dataset)
+    check_finite(dataset, POSITION)
     fps, tasks = dataset.info["fps"], columns["task_index"]
     late = np.abs(columns["timestamp"] - within / fps).max() if frames else 0
     if late > 0.5 / fps:

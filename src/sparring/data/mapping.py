@@ -7,12 +7,12 @@ are joined, in the order of `imitate.keys` or of the env's entries. Letters: E e
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
 from sparring.contract import EnvSpec
-from sparring.data.dataset import TASK, Dataset, DatasetError
+from sparring.data.dataset import POSITION, TASK, Dataset, DatasetError
 
 ACTION, STATE, PRIVILEGED = "action", "state", "privileged"
 POINTS, INSTRUCTION, IGNORE = "points", "instruction", "ignore"
@@ -20,7 +20,6 @@ _IMAGE = "image/"
 _ROLE = re.compile(r"image/[A-Za-z0-9_.-]+|action|state|privileged|points|instruction|ignore")
 _ACTIONS = ("action", "actions")  # what formats call it
 _OWN_STATE = "observation.state"
-_POSITION = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _CAMERA = re.compile(r"^(rgb_|cam_|image_)|(_image|_rgb|_cam)$")
 
 
@@ -62,8 +61,8 @@ class KeyMap:
     def describe(self) -> Iterator[tuple[str, str]]:
         """(key, what becomes of it)."""
         offsets = dict.fromkeys((STATE, PRIVILEGED, ACTION), 0)
-        position = [key for key in _POSITION if key in self.dataset.columns and key not in self.roles]
-        unused = [key for key in self._all_keys() if key not in self.roles and key not in position]
+        position = [key for key in POSITION if key in self.dataset.columns and key not in self.roles]
+        unused = [key for key in self.dataset.keys if key not in self.roles and key not in position]
         for key in [*self.roles, *unused]:
             role = self.roles.get(key)
             if role in offsets and len(self.keys(role)) > 1:
@@ -92,8 +91,8 @@ class KeyMap:
         dataset, path = self.dataset, self.dataset.path
         for key, role in self.given.items():
             shown = f"imitate.keys={{{key}: {role}}}"
-            if key not in self._all_keys():
-                raise DatasetError(f"{shown}: '{path}' has no such key; it has {', '.join(self._all_keys())}")
+            if key not in dataset.keys:
+                raise DatasetError(f"{shown}: '{path}' has no such key; it has {', '.join(dataset.keys)}")
             if not _ROLE.fullmatch(role):
                 expected = "image/NAME, state, points, privileged, instruction, action or ignore"
                 raise DatasetError(f"{shown}: expected {expected}")
@@ -113,11 +112,12 @@ class KeyMap:
             raise DatasetError(f"imitate.keys: {' and '.join(both)} have the same role {twice[0]}; keep one of them")
 
     def _infer_action(self) -> None:
-        found = [key for key in _ACTIONS if key in self.dataset.columns and self._is_free(key)]
+        columns = self.dataset.columns
+        found = [key for key in _ACTIONS if key in columns and columns[key].ndim < 3 and self._is_free(key)]
         if not self.keys(ACTION) and found:
             self.roles[found[0]] = ACTION
         if not self.keys(ACTION):
-            numbers = [key for key in self.dataset.columns if key not in _POSITION]
+            numbers = [key for key in columns if columns[key].ndim < 3 and key not in POSITION]
             raise DatasetError(
                 f"'{self.dataset.path}' has no key {' or '.join(_ACTIONS)}; set imitate.keys={{KEY: action}} with one "
                 f"of {', '.join(numbers) or 'its vectors, of which it has none'}"
@@ -136,14 +136,17 @@ class KeyMap:
                 self.roles[key] = role
             return
         wanted = [name for name in self.spec.observation if name.startswith(_IMAGE) and not self.keys(name)]
-        for same in (_short, lambda key: _CAMERA.sub("", _short(key))):
+        # our cameras with different names have different views
+        rules: list[Callable[[str], str]] = [_short]
+        rules += [] if self.dataset.is_own else [lambda key: _CAMERA.sub("", _short(key))]
+        for same in rules:
             for name in list(wanted):
                 matching = [key for key in free if same(key) == same(name.removeprefix(_IMAGE))]
                 if len(matching) == 1:
                     self.roles[matching[0]] = name
                     free.remove(matching[0])
                     wanted.remove(name)
-        if len(wanted) == len(free) == 1:
+        if len(wanted) == len(free) == 1 and not self.dataset.is_own:
             self.roles[free[0]] = wanted[0]
 
     def _infer_state(self) -> None:
@@ -171,7 +174,7 @@ class KeyMap:
         return sorted(found, key=lambda key: (key != _OWN_STATE, key))
 
     def _clouds(self) -> list[str]:
-        return [key for key, values in self.dataset.columns.items() if values.ndim == 3]
+        return [key for key, values in self.dataset.columns.items() if values.ndim == 3 and key not in _ACTIONS]
 
     def _is_free(self, key: str) -> bool:
         return key not in self.given and key not in self.roles
@@ -179,12 +182,18 @@ class KeyMap:
     def _observes(self, *names: str) -> bool:
         return self.spec is None or any(name in self.spec.observation for name in names)
 
-    def _all_keys(self) -> list[str]:
-        dataset = self.dataset
-        return [*dataset.cameras, *dataset.columns, *dataset.texts, *dataset.unused]
-
     def size(self, key: str) -> int:
         return math.prod(self.dataset.columns[key].shape[1:])
+
+    def names(self, role: str) -> list[str]:
+        """The names of the entries of a joined vector, each once; [] if they are unknown."""
+        parts = {key: self.dataset.names.get(key, []) for key in self.keys(role)}
+        if any(len(names) != self.size(key) for key, names in parts.items()):
+            return []
+        found = [name for names in parts.values() for name in names]
+        if len(set(found)) < len(found):
+            found = [f"{_short(key)}.{name}" for key, names in parts.items() for name in names]
+        return found if len(set(found)) == len(found) else []
 
     def _kind(self, key: str) -> str:
         dataset = self.dataset

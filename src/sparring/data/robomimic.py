@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from sparring.data.dataset import TASK, Dataset, DatasetError, Images, check_finite, numbered, scaled
+from sparring.data.dataset import TASK, Dataset, DatasetError, Images, is_vector_or_cloud, numbered, scaled
 from sparring.errors import UserError
 
 ACTIONS = "actions"
 # name in the file -> key of the dataset, with the meaning that it has in LeRobot's datasets
 _RESULTS = {"rewards": "next.reward", "dones": "next.done"}
 _PARTS = ("obs", ACTIONS, *_RESULTS)  # what is read of an episode
-_POINT_SIZES = (3, 6)
+_MOST_HZ = 1e6
 _NO_OBSERVATIONS = "has no observations (obs); add them with dataset_states_to_obs.py of robomimic"
 
 
@@ -43,46 +43,47 @@ class _FileImages:
 
     def read(self, episode: int, height: int, width: int) -> np.ndarray:
         with _opened(self.path) as file:
-            return scaled(file[f"data/{self.demos[episode]}/{self.key}"][:], height, width)
+            return scaled(_part(self.path, file, f"data/{self.demos[episode]}/{self.key}")[:], height, width)
 
 
 def read_robomimic(path: Path) -> Dataset:
     with _opened(path) as file:
-        data = file.get("data")
+        data = _child(path, file, "data")
         names = [name for name in data or () if re.fullmatch(r"demo_\d+", name)]
         if not names:
             raise DatasetError(f"'{path}' has no episodes data/demo_<i>; expected an HDF5 file of robomimic")
         demos = sorted(names, key=lambda name: int(name.removeprefix("demo_")))
-        lengths = np.array([len(_part(path, data[name], ACTIONS)) for name in demos])
+        lengths = np.array([len(_part(path, data, f"{name}/{ACTIONS}")) for name in demos])
         if lengths.min() < 1:
             raise DatasetError(f"'{path}': {demos[int(lengths.argmin())]} has no steps; remove it")
         columns: dict[str, np.ndarray] = {}
         cameras: dict[str, Images] = {}
         unused = dict.fromkeys(set(data[demos[0]]) - set(_PARTS), "not an observation, action or reward")
         for name, part in _leaves(path, data[demos[0]]):
-            shape, key = part.shape[1:], _RESULTS.get(name, name)
-            if name.startswith("obs/") and len(shape) == 3 and shape[2] == 3 and part.dtype == np.uint8:
+            if getattr(part, "shape", ()) == ():
+                unused[name] = "not an array of steps"
+                continue
+            shape, key, is_seen = part.shape[1:], _RESULTS.get(name, name), name.startswith("obs/")
+            if is_seen and len(shape) == 3 and shape[2] == 3 and part.dtype == np.uint8:
                 cameras[key] = _FileImages(path, name, demos, shape[:2])
-            elif part.dtype.kind in "biuf" and (len(shape) < 2 or len(shape) == 2 and shape[1] in _POINT_SIZES):
+            elif part.dtype.kind in "biuf" and is_vector_or_cloud(shape, is_seen):
                 columns[key] = _joined(path, data, demos, lengths, name, shape)
             else:
                 unused[name] = f"{part.dtype} {list(part.shape)} is no vector, point cloud or uint8 image"
         for name in (image.key for image in cameras.values() if isinstance(image, _FileImages)):
             for demo, length in zip(demos, lengths, strict=True):
-                _check_length(path, demo, name, _part(path, data[demo], name), length)
-        info = _json(path, data.attrs, "env_args")
+                _check_length(path, demo, name, _part(path, data, f"{demo}/{name}"), length)
+        settings = _json(path, data.attrs, "env_args").get("env_kwargs")
         whole = str(_json(path, data.attrs, "problem_info").get("language_instruction") or "")
         texts = [str(_json(path, data[demo].attrs, "ep_meta").get("lang") or whole) for demo in demos]
-        masks = [name for name in ("train", "valid") if name in file.get("mask", ())]
-        splits = {name: _split(path, file[f"mask/{name}"], name, demos) for name in masks}
-    kwargs = info.get("env_kwargs")
-    fps = kwargs.get("control_freq") if isinstance(kwargs, dict) else None
-    rate = float(fps) if isinstance(fps, int | float) and fps > 0 else None
+        masks = [name for name in ("train", "valid") if name in list(_child(path, file, "mask") or ())]
+        splits = {name: _split(path, _part(path, file, f"mask/{name}"), name, demos) for name in masks}
+    rate = settings.get("control_freq") if isinstance(settings, dict) else None
+    if rate is not None and not (isinstance(rate, int | float) and 0 < rate <= _MOST_HZ):
+        raise DatasetError(f"'{path}': env_args has control_freq {rate!r}, expected steps per second > 0; correct it")
     instructions = {TASK: numbered(np.repeat(np.array(texts, object), lengths))}
-    parts = (columns, lengths.astype(np.int64), cameras, instructions, info)
-    dataset = Dataset(path, "robomimic HDF5", rate, *parts, unused=unused, splits=splits)
-    check_finite(dataset)
-    return dataset
+    parts: tuple[Any, ...] = (columns, lengths.astype(np.int64), cameras, instructions, {})
+    return Dataset(path, "robomimic HDF5", rate and float(rate), *parts, unused=unused, splits=splits)
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with h5py.File(path, "r") as file:
             yield file
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, MemoryError) as error:
         if isinstance(error, UserError):
             raise
         why = " ".join(str(error).split())[:200]
@@ -104,20 +105,40 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _leaves(path: Path, demo: Any) -> Iterator[tuple[str, Any]]:
     """(name, array) of an episode."""
-    if not len(demo.get("obs", ())):
+    observations = _child(path, demo, "obs")
+    if not len(observations or ()):
         raise DatasetError(f"'{path}' {_NO_OBSERVATIONS}")
-    for name in sorted(demo["obs"]):
-        yield f"obs/{name}", _part(path, demo, f"obs/{name}")
+    for name in sorted(observations):
+        yield f"obs/{name}", _child(path, observations, name)
     for name in (ACTIONS, *_RESULTS):
-        if name in demo:
-            yield name, _part(path, demo, name)
+        if (part := _child(path, demo, name)) is not None:
+            yield name, part
 
 
-def _part(path: Path, demo: Any, name: str) -> Any:
-    part = demo.get(name)
+def _part(path: Path, group: Any, name: str) -> Any:
+    """The array at a path below `group`."""
+    part = group
+    for piece in name.split("/"):
+        part = _child(path, part, piece) if hasattr(part, "keys") else None
     if getattr(part, "shape", ()) == ():
-        raise DatasetError(f"'{path}': {demo.name.rpartition('/')[2]} has no array '{name}'; record it again")
+        holder, _, short = name.removeprefix("data/").partition("/")
+        raise DatasetError(f"'{path}': {holder} has no array '{short}'; record it again")
     return part
+
+
+def _child(path: Path, group: Any, name: str) -> Any:
+    """None if there is none. Content of other files is refused: a dataset must not choose what is read."""
+    import h5py
+
+    if isinstance(group.get(name, getlink=True), h5py.ExternalLink | h5py.SoftLink):
+        what = "is a link"
+    else:
+        child = group.get(name)
+        if not isinstance(child, h5py.Dataset) or not (child.external or child.is_virtual):
+            return child
+        what = "is stored in other files"
+    place = f"{group.name.rstrip('/')}/{name}"
+    raise DatasetError(f"'{path}': {place} {what}; copy its content into the file")
 
 
 def _joined(
@@ -125,7 +146,7 @@ def _joined(
 ) -> np.ndarray:
     parts = []
     for demo, length in zip(demos, lengths, strict=True):
-        part = _part(path, data[demo], name)
+        part = _part(path, data, f"{demo}/{name}")
         _check_length(path, demo, name, part, length)
         if part.shape[1:] != shape:
             raise DatasetError(f"'{path}': {demo}/{name} has rows of {part.shape[1:]}, {demos[0]} of {shape}")
@@ -156,4 +177,4 @@ def _split(path: Path, names: Any, split: str, demos: list[str]) -> np.ndarray:
     unknown = [name for name in listed if name not in number]
     if unknown or not listed:
         raise DatasetError(f"'{path}': mask/{split} names {', '.join(unknown[:3]) or 'no episode'}; expected episodes")
-    return np.array(sorted(number[name] for name in listed))
+    return np.unique([number[name] for name in listed])

@@ -26,7 +26,8 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON Lines file."""
-    return _objects(path, lambda text: [line for line in text.splitlines() if line.strip()])
+    # not splitlines(), which also splits at U+2028, and JSON text may contain that
+    return _objects(path, lambda text: [line for line in text.split("\n") if line.strip()])
 
 
 def _objects(path: Path, split: Callable[[str], list[str]]) -> list[dict[str, Any]]:

@@ -145,7 +145,7 @@ class Imitate(Phase):
         duration = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
         log.info("imitating from %s: about %s for %s updates on this machine", self._inputs, duration, left)
         # the dataset has the poses of objects, and the policy does not observe them
-        own = [demos for demos in self.chunks.demonstrations if demos.dataset.extras]
+        own = [demos for demos in self.chunks.demonstrations if demos.dataset.is_own]
         recorded = any("observation.privileged" in demos.dataset.columns for demos in own)
         how = "instead of images" if "images" in self._inputs else "in addition to the robot's state"
         if recorded and ("images" in self._inputs or "privileged" in self.env.spec.observation):
@@ -175,7 +175,7 @@ class Imitate(Phase):
         """Fit the normalisers; give all processes and the average the same weights."""
         for demos in self.chunks.demonstrations:
             # another program recorded it
-            for line in demos.report() if not demos.dataset.extras else ():
+            for line in demos.report() if not demos.dataset.is_own else ():
                 log.info("%s", line)
             for line in demos.warnings:
                 log.warning("%s", line)
