@@ -692,3 +692,18 @@ def test_memory_size_is_a_key_of_policies_with_a_memory():
     assert load_config({"policy": {"name": "native_vla", "memory_size": 3}}).policy.memory_size == 3
     (line,) = errors_of("policy.name=flow", "policy.memory_size=3")
     assert "policy.memory_size" in line and "unknown key; it is a key of policy.name=native_vla" in line
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"observation.b": "state", "z": "state", "observation.a": "state"},
+        {"action.delta": "action", "action": "ignore"},
+        {"action": "ignore", "action.delta": "action"},
+    ],
+)
+def test_entries_of_a_dict_setting_keep_their_order(tmp_path, keys):
+    config = load_config({"env": {"name": "gym:CartPole-v1", "roles": keys}, "imitate": {"keys": keys}})
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    again = load_config(tmp_path / "config.yaml")
+    assert list(again.imitate.keys.items()) == list(again.env.roles.items()) == list(keys.items())

@@ -150,6 +150,18 @@ def test_a_dataset_with_other_shapes_than_the_first_is_refused(v21, hdf5, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_is_not_resumed_with_another_order_of_the_state(v21, tmp_path, capsys):
+    common = ["train", "imitate", f"imitate.demos={v21}", "--output", str(tmp_path / "run"), *SHORT]
+    keys = ["observation.state: state", "observation.environment_state: state", "observation.images.top: ignore"]
+    assert main([*common, f"imitate.keys={{{', '.join(keys)}}}"]) == 0
+    keys[:2] = keys[1::-1]
+    assert main([*common, f"imitate.keys={{{', '.join(keys)}}}"]) == 2
+    assert "imitate.keys: ['observation.state: state', 'observation.environment_state" in capsys.readouterr().err
+    more = ["--output", str(tmp_path / "other"), f"pretrained={tmp_path / 'run'}"]
+    assert main([*common[:3], *more, *SHORT, f"imitate.keys={{{', '.join(keys)}}}"]) == 2
+    assert "the state was state [2], environment_state [2] and is environment_state" in capsys.readouterr().err
+
+
 # ---- in an env
 
 

@@ -172,10 +172,14 @@ class Schema:
         return placed
 
     @staticmethod
-    def nested(placed: dict[str, Setting]) -> dict[str, Any]:
+    def nested(placed: dict[str, Setting], keys: dict[str, FieldInfo] | None = None) -> dict[str, Any]:
+        """`keys`: the schema's. Entries of a dict[str, ...] are not nested, as their names may have dots."""
+        flat = [key for key, info in (keys or {}).items() if typing.get_origin(info.annotation) is dict]
         values: dict[str, Any] = {}
         for key, setting in placed.items():
-            _insert(values, key, setting.value)
+            owner = next((name for name in flat if key.startswith(f"{name}.")), None)
+            entry = [key.removeprefix(f"{owner}.")] if owner else []
+            _insert(values, [*(owner or key).split("."), *entry], setting.value)
         return values
 
     def is_section(self, name: str) -> bool:
@@ -223,7 +227,7 @@ class Schema:
 
     def _validate(self, classes: Classes, placed: dict[str, Setting], problems: list[str]) -> Any:
         """Validate the sections, then the root; returns None after appending to `problems` if the root is invalid."""
-        values = self.nested(placed)
+        values = self.nested(placed, self.keys(classes))
         for name, cls in (*classes.items(), ("", self.root)):
             try:
                 if not name:
@@ -263,9 +267,9 @@ def _describe(annotation: Any, metadata: Iterable = ()) -> str:
     return " ".join([names.get(annotation, str(annotation)), " and ".join(bounds)]).rstrip()
 
 
-def _insert(values: dict, dotted: str, value: Any) -> None:
-    """{"kwargs": {}}, "kwargs.gravity", 1 -> {"kwargs": {"gravity": 1}}; overwrites earlier values."""
-    leaf, _, rest = dotted.partition(".")
+def _insert(values: dict, path: list[str], value: Any) -> None:
+    """{"kwargs": {}}, ["kwargs", "gravity"], 1 -> {"kwargs": {"gravity": 1}}; overwrites earlier values."""
+    leaf, *rest = path
     if rest:
         inner = values.get(leaf)
         values[leaf] = dict(inner) if isinstance(inner, dict) else {}

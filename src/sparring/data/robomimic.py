@@ -82,8 +82,8 @@ def read_robomimic(path: Path) -> Dataset:
     if rate is not None and not (isinstance(rate, int | float) and 0 < rate <= _MOST_HZ):
         raise DatasetError(f"'{path}': env_args has control_freq {rate!r}, expected steps per second > 0; correct it")
     instructions = {TASK: numbered(np.repeat(np.array(texts, object), lengths))}
-    parts: tuple[Any, ...] = (columns, lengths.astype(np.int64), cameras, instructions, {})
-    return Dataset(path, "robomimic HDF5", rate and float(rate), *parts, unused=unused, splits=splits)
+    parts = (columns, lengths.astype(np.int64), cameras, instructions)
+    return Dataset(path, "robomimic HDF5", rate and float(rate), *parts, info={}, unused=unused, splits=splits)
 
 
 @contextmanager

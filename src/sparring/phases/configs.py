@@ -5,15 +5,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from sparring.config.section import Section
-from sparring.config.text import flatten
 
 # one name may be given without a list: "outputs/demos/lift_d0" means ["outputs/demos/lift_d0"]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
-
-
-def _joined_keys(values: object) -> object:
-    """{"observation": {"state": "state"}} -> {"observation.state": "state"}: a dot separates the keys of settings."""
-    return flatten(values) if isinstance(values, dict) else values
 
 
 Normalization = Literal["mean_std", "min_max", "quantile"]
@@ -47,7 +41,7 @@ class ImitateConfig(Section):
     """Behaviour cloning: the policy learns to reproduce demonstrated actions."""
 
     demos: Names = Field((), description="folder(s) of demonstrations, e.g. from `sparring demos`")
-    keys: Annotated[dict[str, str], BeforeValidator(_joined_keys)] = Field(
+    keys: dict[str, str] = Field(
         default_factory=dict,
         description="what a key of the demonstrations is for: image/NAME, state, points, privileged, instruction, "
         "action or ignore; others are inferred",

@@ -38,6 +38,8 @@ _NOT_READ = {
 }
 # env settings that change the meaning of an action but no shape
 _SAME_MEANING = ("control_mode", "action_scale")
+# setting whose entries have an order: that of the entries of the state and the action
+_ORDERED = "imitate.keys"
 # section of a config -> what it builds, and the phases that train it
 _TRAINED_BY = {
     "world_model": ("world models", ("teacher", "adversarial")),
@@ -71,7 +73,7 @@ def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> 
     """Refuse to resume with other settings than the saved ones; only limits and harmless settings may differ.
 
     A setting that was not saved must have its default."""
-    now = flatten(config.dump())
+    saved, now = (_with_order(values) for values in (saved, flatten(config.dump())))
     free = (*FREE_TO_DIFFER, *LIMITS, *_NOT_READ.get(config.phase, ()))
     shown = {
         key: [value_text(values[key]) if key in values else "not set" for values in (saved, now)]
@@ -85,6 +87,14 @@ def refuse_other_config(folder: Path, saved: dict[str, Any], config: Config) -> 
             f"or start a new run from its weights (--output DIR pretrained={folder})"
         )
         raise ConfigError([f"'{folder}' holds a run with another config:", *changed, advice])
+
+
+def _with_order(values: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the ordered setting as one list: two dicts would be equal in any order."""
+    entries = {key: value for key, value in values.items() if key.startswith(f"{_ORDERED}.")}
+    listed = [f"{key.removeprefix(f'{_ORDERED}.')}: {value}" for key, value in entries.items()]
+    others = {key: value for key, value in values.items() if key not in entries}
+    return others | ({_ORDERED: listed} if entries else {})
 
 
 def schedules_of(config: Config) -> list[str]:
@@ -131,6 +141,9 @@ def spec_differences(trained: EnvSpec, now: EnvSpec) -> list[str]:
     values: dict[str, list] = {f"observation/{name}": [shape(spec, name) for spec in both] for name in names}
     action_fields = ("action_dim", "discrete_actions", "action_padding")
     values |= {name: [getattr(spec, name) for spec in both] for name in action_fields}
+    # other names may be those of another program
+    if len({tuple(sorted(name for name, _ in spec.state_entries)) for spec in both}) == 1:
+        values["the state"] = [", ".join(f"{name} [{size}]" for name, size in spec.state_entries) for spec in both]
     for name in ("action_low", "action_high"):
         before, after = (list(getattr(spec, name)) for spec in both)
         # [] is unknown; a millionth, because bounds may be typed with fewer digits
