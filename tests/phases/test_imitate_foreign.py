@@ -1,7 +1,9 @@
 """Imitation of other programs' datasets: on the dataset alone, and in an env with other words, rates, units, images."""
 
 import json
+from dataclasses import replace
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,13 @@ from sparring.api import load_policy
 from sparring.cli.main import main
 from sparring.config.schema import load_config
 from sparring.data.chunks import ActionChunks
+from sparring.data.dataset import DatasetError, read_dataset
+from sparring.data.demonstrations import Demonstrations
 from sparring.errors import UserError
 from sparring.evaluation.action_error import ActionError
-from sparring.phases.demonstrations import make_imitation_env, open_demonstrations
+from sparring.phases.demonstrations import make_imitation_env, open_demonstrations, read_datasets
+from sparring.phases.imitate import Imitate
+from sparring.processes.distributed import Distributed
 from sparring.processes.rows import RowFile
 from sparring.runs.checkpoint import checkpoints, load_spec
 
@@ -48,6 +54,11 @@ def evaluations(folder):
     return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
 
 
+def spec_of(settings):
+    config = load_config(settings)
+    return make_imitation_env(config, read_datasets(config.imitate)).spec
+
+
 # ---- without an env
 
 
@@ -80,7 +91,9 @@ def test_the_error_is_that_of_the_saved_predictions(alone, v21):
     """By hand: the policy acts at every step of the held-out episodes 5, 15, 25 and 35."""
     policy, recorded = load_policy(alone), episodes(40)
     config = load_config(checkpoints(alone)[-1] / "config.yaml", inherit=False)
-    (demos,) = open_demonstrations(config, make_imitation_env(config), policy)
+    datasets, spec = read_datasets(config.imitate), load_spec(checkpoints(alone)[-1])
+    assert make_imitation_env(config, datasets).spec == spec
+    (demos,) = open_demonstrations(config, datasets, spec, policy)
     squares, means, train = [], [], np.concatenate([e["action"] for n, e in enumerate(recorded) if n % 10 != 5])
     for number in (5, 15, 25, 35):
         with torch.no_grad():
@@ -88,7 +101,7 @@ def test_the_error_is_that_of_the_saved_predictions(alone, v21):
         # -1 and 1 are 0 and 10
         squares.append((predicted * 5 + 5 - recorded[number]["action"]) ** 2)
         means.append((recorded[number]["action"] - train.mean(0)) ** 2)
-    found = ActionError.run(config, policy, "cpu")
+    found = ActionError.run(config, policy, "cpu", spec)
     np.testing.assert_allclose(found.error, np.concatenate(squares).mean(0), rtol=1e-3)
     np.testing.assert_allclose(found.baseline, np.concatenate(means).mean(0), rtol=1e-3)
     expected = np.mean(np.concatenate(squares).mean(0) / np.concatenate(means).mean(0))
@@ -107,6 +120,8 @@ def test_its_weights_act_and_learn_in_an_env_with_the_same_shapes(v21, tmp_path,
     scores = json.loads((out / "eval_name-foreign_datasets-ReachEnv.json").read_text())["scores"]
     rates = {who: score["foreign_datasets:ReachEnv"]["success"]["rate"] for who, score in scores.items()}
     assert rates["policy"] > 0.9 > 0.6 > rates["random"]
+    limited = ["env.name=foreign_datasets:ReachEnv", "rollout.max_episode_steps=10", "--episodes", "2"]
+    assert main(["eval", str(out), *limited, "rollout.n_envs=2"]) == 0
     words = ["train", "finetune", f"pretrained={out}", "env.name=foreign_datasets:ReachEnv", "rollout.n_envs=2"]
     words += ["rollout.steps=8", "ppo.mini_batch_size=8", "training.iterations=1", "evaluation.episodes=2"]
     assert main([*words, "--output", str(tmp_path / "tuned")]) == 0
@@ -204,8 +219,9 @@ def test_texts_of_the_dataset_are_read_by_the_policy(v21):
     env = {"name": "foreign_datasets:ReachEnv", "kwargs": {"text": True}}
     keys = {"observation.state": "state", "observation.environment_state": "state"}
     config = load_config({"phase": "imitate", "imitate": {"demos": str(v21), "keys": keys}, "env": env}, inherit=False)
-    env = make_imitation_env(config)
-    chunks = ActionChunks(open_demonstrations(config, env), 1, env.spec)
+    datasets = read_datasets(config.imitate)
+    env = make_imitation_env(config, datasets)
+    chunks = ActionChunks(open_demonstrations(config, datasets, env.spec), 1, env.spec)
     rows = chunks.observation(chunks.first_steps[:4])["instruction"]
     texts = [bytes(row.numpy()).rstrip(b"\0").decode() for row in rows]
     assert texts == [*TASKS, TASKS[0]]
@@ -223,7 +239,7 @@ def test_an_env_with_words_needs_words(hdf5, tmp_path, capsys):
 def test_impossible_settings_are_refused_in_one_sentence(v21, given):
     settings = {"phase": "imitate", "imitate.demos": str(v21), "env.name": "dataset"} | given
     with pytest.raises(UserError, match="is not a folder|has 1 numbers; an action|exceeds env.action_high"):
-        make_imitation_env(load_config(settings))
+        spec_of(settings)
 
 
 def test_check_prints_what_becomes_of_each_key(v21, hdf5, capsys):
@@ -239,3 +255,118 @@ def test_check_prints_what_becomes_of_each_key(v21, hdf5, capsys):
         "vectors: observation.state [2], observation.environment_state [2]; set imitate.keys="
         in capsys.readouterr().err
     )
+
+
+# ---- units, splits and several datasets
+
+
+SMALL = ["imitate.keys={obs/view_image: ignore, task: ignore}", *SHORT]
+
+
+def test_bounds_are_those_of_the_training_episodes_for_each_entry(tmp_path):
+    """x is in [-1, 1] but for rounding; y is largest in episode 1, which is held out."""
+    recorded = episodes(4)
+    for number, episode in enumerate(recorded):
+        episode["action"] = np.stack([np.full(len(episode["action"]), 1.0005), episode["action"][:, 1]], axis=1)
+        episode["action"][0, 1] = 50 if number == 1 else -3
+    file = robomimic(tmp_path / "x.hdf5", recorded, valid=(1,))
+    settings = {"phase": "imitate", "imitate.demos": str(file)}
+    used = np.concatenate([episode["action"][:, 1] for n, episode in enumerate(recorded) if n != 1])
+    spec = spec_of(settings)
+    assert spec.action_low == (-1, -3) and spec.action_high == (1, pytest.approx(used.max()))
+    highest = pytest.approx(recorded[0]["action"][:, 1].max())
+    assert spec_of(settings | {"imitate.episodes": 1}).action_high == (1, highest)
+
+
+def test_bounds_of_our_own_datasets_cannot_be_given(v21, monkeypatch):
+    own = replace(read_dataset(v21), extras={"control_mode": None, "env": {}})
+    monkeypatch.setattr("sparring.phases.demonstrations.read_dataset", lambda folder: own)
+    settings = {"phase": "imitate", "imitate.demos": str(v21), "env.name": "dataset"}
+    spec = spec_of(settings)
+    assert (spec.action_low, spec.action_high) == ((-1, -1), (1, 1))
+    with pytest.raises(DatasetError, match=r"are in \[-1, 1\]; leave them out"):
+        spec_of(settings | {"env.action_high": [10.0, 10.0]})
+
+
+def test_a_changed_dataset_is_neither_evaluated_nor_trained_on_further(tmp_path, capsys):
+    file, out = robomimic(tmp_path / "x.hdf5", episodes(12)), tmp_path / "run"
+    words = ["train", "imitate", f"imitate.demos={file}", *SMALL, "--output", str(out)]
+    assert main(words) == 0
+    assert main(["eval", str(out)]) == 0
+    assert main(["eval", str(out), "env.action_high=[20,20]"]) == 2
+    assert "env.action_high: cannot be changed after training" in capsys.readouterr().err
+    # larger actions in a training episode of the same length: the units stay those of the run
+    before = json.loads((out / "eval.json").read_text())["action_error"]["entries"]
+    with h5py.File(file, "a") as opened:
+        actions = opened["data/demo_0/actions"]
+        actions[0] = 90
+    assert main(["eval", str(out)]) == 0
+    after = json.loads((out / "eval.json").read_text())["action_error"]["entries"]
+    assert [after[name]["error"] for name in after] == pytest.approx([before[name]["error"] for name in before])
+    robomimic(file, episodes(13))
+    capsys.readouterr()
+    for command in (["eval", str(out)], [*words, "training.iterations=2"]):
+        assert main(command) == 2
+        assert "12 episodes of" in (shown := capsys.readouterr().err) and "and has 13 episodes of" in shown
+
+
+def test_evaluated_episodes_are_spread_over_all_held_out_ones(v21, tmp_path):
+    """By hand: 2 of the held-out episodes 5, 15, 25 and 35 are 15 and 35."""
+    settings = {"env.action_low": [0, 0], "env.action_high": [10, 10], "evaluation.episodes": 2, "policy.hidden": [8]}
+    config = load_config({"phase": "imitate", "imitate.demos": str(v21), "imitate.keys": {"task": "ignore"}} | settings)
+    phase = Imitate.from_config(config, Distributed())
+    found = ActionError.of(phase.model, phase.held_out, phase.chunks, phase.env.spec, config, torch.device("cpu"))
+    mean = np.concatenate([e["action"] for n, e in enumerate(episodes(40)) if n % 10 != 5]).mean(0)
+    squares = np.concatenate([(episodes(40)[number]["action"] - mean) ** 2 for number in (15, 35)])
+    np.testing.assert_allclose(found.baseline, squares.mean(0), rtol=1e-3)
+
+
+def test_a_memory_is_computed_for_the_needed_episodes_only(hdf5):
+    class Counting:
+        memory_size, chunk, steps = 1, 1, 0
+
+        def remember(self, td):
+            self.steps += len(td)
+            return td["memory", "policy"] + 1
+
+    config = load_config({"phase": "imitate", "imitate.demos": str(hdf5)})
+    datasets = read_datasets(config.imitate)
+    spec = replace(make_imitation_env(config, datasets).spec, observation={"state": ((4,), "float32")})
+    chunks, policy = ActionChunks([Demonstrations(hdf5)], 1, spec), Counting()
+    memory = chunks.memory(policy, torch.device("cpu"), torch.tensor([1, 4]))[:, 0]
+    lengths = chunks.episode_lengths
+    assert policy.steps == lengths[1] + lengths[4]
+    for episode, length in enumerate(lengths.tolist()):
+        first = int(chunks.first_steps[episode])
+        expected = list(range(length)) if episode in (1, 4) else [0] * length
+        assert memory[first : first + length].tolist() == expected
+
+
+def test_the_env_of_pretrained_weights_is_kept(v21, tmp_path):
+    words = ["train", "imitate", f"imitate.demos={v21}", *ENV, "env.kwargs={image: true}", KEYS, *SHORT]
+    assert main([*words, "--output", str(tmp_path / "first")]) == 0
+    more = [f"pretrained={tmp_path / 'first'}", "policy.normalize_actions=true", KEYS, *SHORT]
+    assert main([*words[:3], *more, "--output", str(tmp_path / "second")]) == 0
+    assert load_config(tmp_path / "second/config.yaml", inherit=False).env.name == "foreign_datasets:ReachEnv"
+
+
+def test_a_key_may_be_missing_in_one_of_several_datasets(v21, hdf5, tmp_path):
+    keys = {"observation.state": "state", "observation.environment_state": "state", "obs/view_image": "ignore"}
+    keys |= {"observation.images.top": "ignore"}
+    config = {"phase": "imitate", "imitate.demos": [str(v21), str(hdf5)], "imitate.keys": keys}
+    assert spec_of(config).observation["state"] == ((4,), "float32")
+    with pytest.raises(DatasetError, match="has no such key"):
+        spec_of(config | {"imitate.keys": keys | {"nothing": "state"}})
+
+
+def test_an_env_without_a_rate_cannot_resample(v21, tmp_path, capsys):
+    words = ["train", "imitate", f"imitate.demos={v21}", *ENV, "env.kwargs={fps: null}", KEYS, *SHORT]
+    assert main([*words, "imitate.fps=resample", "--output", str(tmp_path / "run")]) == 2
+    assert "states no rate; set imitate.fps=ignore" in capsys.readouterr().err
+
+
+def test_check_refuses_what_training_refuses(hdf5, tmp_path, capsys):
+    assert main(["check", str(robomimic(tmp_path / "x.hdf5", episodes(1)))]) == 2
+    assert "has 1 episode, and 1 would be held out" in capsys.readouterr().err
+    assert main(["check", str(hdf5), *ENV, "env.kwargs={text: true}"]) == 2
+    assert "the env observes an instruction, and the dataset has none" in capsys.readouterr().err

@@ -76,13 +76,23 @@ def _check_dataset(path: str, overrides: list[str]) -> int:
     """Print what becomes of each key of a dataset, in the env of the settings or without any."""
     from sparring.config.schema import load_config
     from sparring.config.text import Setting, parse_overrides
-    from sparring.phases.demonstrations import make_imitation_env, open_demonstrations
+    from sparring.data.chunks import ActionChunks
+    from sparring.phases.demonstrations import (
+        make_imitation_env,
+        open_demonstrations,
+        read_datasets,
+        split_demonstrations,
+    )
 
     settings = [*parse_overrides(overrides), Setting("imitate.demos", path, "command line")]
     config = load_config(None, settings, phase="imitate")
-    env = make_imitation_env(config)
-    (demos,) = open_demonstrations(config, env)
+    datasets = read_datasets(config.imitate)
+    env = make_imitation_env(config, datasets)
+    (demos,) = found = open_demonstrations(config, datasets, env.spec)
     env.close()
+    # what training refuses
+    for part in filter(None, split_demonstrations(found, config)):
+        ActionChunks(part, 1, env.spec, config.imitate.episodes)
     print("\n".join([*demos.report(), *(f"warning: {line}" for line in demos.warnings)]))
     fits = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in env.spec.observation.items())
     print(f"ok: imitation in {config.env.name} reads {fits}, and an action of {env.spec.action_dim} entries")

@@ -62,7 +62,8 @@ def inherited_settings(phase: str, settings: list[Setting]) -> list[Setting]:
         careful = _OF_PRETRAINED.get(name, {}) if phase == "finetune" else {}
         inherited += [Setting(f"{name}.{key}", value, source) for key, value in careful.items()]
     if phase == "imitate":
-        inherited += _of_demonstrations(given)  # the env of the demonstrations overrides that of `pretrained`
+        # the env of our demonstrations overrides that of `pretrained`
+        inherited += _of_demonstrations(given, has_env=any(setting.key == "env.name" for setting in inherited))
     explores = phase in ("student", "adversarial")
     for key in [f"{phase}.teacher", "rollout.imagined"] if explores else ["rollout.imagined"]:
         if isinstance(given.get(key), str):
@@ -114,14 +115,14 @@ def _of_resumed_run(key: str, given: dict[str, Any]) -> tuple[Path | None, list[
     return (newest, saved) if any(s.key == key and s.value == given[key] for s in saved) else (None, [])
 
 
-def _of_demonstrations(given: dict[str, Any]) -> list[Setting]:
-    """The env of the first dataset with the tasks of all datasets. If another program recorded them and no env is
-    given: env.name=dataset."""
+def _of_demonstrations(given: dict[str, Any], has_env: bool) -> list[Setting]:
+    """The env of the first dataset with the tasks of all datasets. If another program recorded them and there is no
+    env: env.name=dataset. `has_env`: whether `pretrained` has one."""
     demos = given.get("imitate.demos")
     folders = [demos] if isinstance(demos, str) else demos if isinstance(demos, (list, tuple)) else []
     files = [Path(path) / "meta/sparring.json" for path in folders if isinstance(path, str)]
     # these settings alone do not choose an env
-    has_env = any(key.startswith("env.") and key.partition(".")[2] not in _OF_A_DATASET for key in given)
+    has_env |= any(key.startswith("env.") and key.partition(".")[2] not in _OF_A_DATASET for key in given)
     if not has_env and files and all(file.parents[1].exists() and not file.is_file() for file in files):
         return [Setting("env.name", "dataset", f"imitate.demos={files[0].parents[1]}")]
     if not files or not all(file.is_file() for file in files):

@@ -49,9 +49,6 @@ class ActionChunks:
             self._task = self._task_of_each_step(spec)
         self._action = self._joined("action", (spec.action_dim,))
         self._action_padding = spec.action_padding
-        # [A]: units of the env, or of the dataset, in one unit of an action
-        bounds = torch.tensor(spec.action_low), torch.tensor(spec.action_high)
-        self.action_scale = (bounds[1] - bounds[0]) / 2 if spec.action_low else torch.ones(spec.action_dim)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -87,16 +84,18 @@ class ActionChunks:
         return self._action[following.clamp(max=ends - 1)]
 
     @torch.no_grad()
-    def memory(self, policy: Policy, device: torch.device) -> torch.Tensor:
-        """Compute `memory/policy` [F, M] before a decision at each of the F demonstrated steps.
+    def memory(self, policy: Policy, device: torch.device, episodes: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute `memory/policy` [F, M] before a decision at each of the F demonstrated steps. `episodes`: numbers of
+        those that are needed (None: all); the rows of others are 0.
 
         A policy decides every C steps: before step t it decided at steps t - C, t - 2 C and so on, and first at step 0.
         """
         memory = torch.zeros(len(self), policy.memory_size, device=device)
         after = torch.zeros_like(memory)
-        for t in range(int(self.episode_lengths.max())):
+        chosen = torch.arange(self.episodes) if episodes is None else episodes
+        for t in range(int(self.episode_lengths[chosen].max())):
             # step t of the episodes that are long enough
-            steps = self.first_steps[self.episode_lengths > t] + t
+            steps = self.first_steps[chosen[self.episode_lengths[chosen] > t]] + t
             if t:
                 memory[steps] = after[steps - min(t, policy.chunk)]
             for part in steps.split(_AT_ONCE):

@@ -1,7 +1,7 @@
 """env.name=dataset: the observations and actions of recorded demonstrations, without a simulator. No torch."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -22,12 +22,11 @@ class Recorded:
         num_envs: int = 1,
         max_episode_steps: int | None = None,
         spec: EnvSpec | None = None,
-        datasets: list[Any] | None = None,
     ):
-        """`spec`: None if an env is needed in which a policy can act; `datasets`: what was read to determine it."""
+        """`spec`: None if an env is needed in which a policy can act."""
         if spec is None:
             self._refuse()
-        self.spec, self.datasets = spec, datasets or []
+        self.spec = spec
 
     def reset(self, seeds: EpisodeSeeds) -> Arrays:
         self._refuse()

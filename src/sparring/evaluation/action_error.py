@@ -1,20 +1,27 @@
 """Evaluation without a simulator: the error of predicted actions on held-out demonstrations. A entries of an action."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from sparring.config.schema import Config
-from sparring.contract import POLICY_MEMORY
+from sparring.contract import POLICY_MEMORY, EnvSpec
 from sparring.data.chunks import ActionChunks
 from sparring.errors import UserError
 from sparring.evaluation.files import EvaluationResult, text_table
 from sparring.evaluation.play import Device
 from sparring.noise import keyed_uniform
-from sparring.phases.demonstrations import make_imitation_env, open_demonstrations, split_demonstrations
+from sparring.phases.demonstrations import (
+    make_imitation_env,
+    open_demonstrations,
+    read_datasets,
+    refuse_other_split,
+    split_demonstrations,
+)
 from sparring.policies.policy import Policy
+from sparring.runs.fits import spec_differences
 
 _AT_ONCE = 256  # decisions per batch
 
@@ -28,29 +35,43 @@ class ActionError(EvaluationResult):
 
     @classmethod
     def run(
-        cls, config: Config, policy: Policy, device: Device, greedy: bool = True, videos: int = 0, both: bool = False
+        cls, config: Config, policy: Policy, device: Device, spec: EnvSpec, split: list[str] | None = None
     ) -> "ActionError":
-        """Of a saved run, on the episodes that were held out from it."""
-        if videos or both or not greedy:
-            has = "env.name=dataset has no simulator: greedy actions are compared with demonstrated ones"
-            raise UserError(f"{has}; remove --videos, --both and --stochastic, or set env.name to an env")
-        env = make_imitation_env(config)
-        demonstrations = open_demonstrations(config, env, policy)
-        trained, others = split_demonstrations(demonstrations, config.imitate)
-        training = ActionChunks(trained, policy.chunk, env.spec, config.imitate.episodes)
-        return cls.of(policy, ActionChunks(others, policy.chunk, env.spec), training, config, torch.device(device))
+        """Of a saved run, on the episodes that were held out from it. `spec`: that of the run, in whose units its
+        actions are; `split`: the stamp of its demonstrations, None if it is unknown."""
+        datasets = read_datasets(config.imitate)
+        now = make_imitation_env(config, datasets).spec
+        # bounds that are inferred may differ
+        now = replace(now, action_low=spec.action_low, action_high=spec.action_high)
+        if differences := spec_differences(spec, now):
+            raise UserError("\n".join(["the demonstrations differ from those of the run:", *differences]))
+        trained, others = split_demonstrations(open_demonstrations(config, datasets, spec, policy), config)
+        if split is not None:
+            refuse_other_split(split, others)
+        training = ActionChunks(trained, policy.chunk, spec, config.imitate.episodes)
+        held_out = ActionChunks(others, policy.chunk, spec)
+        return cls.of(policy, held_out, training, spec, config, torch.device(device))
 
     @classmethod
     @torch.no_grad()
     def of(
-        cls, policy: Policy, held_out: ActionChunks, training: ActionChunks, config: Config, device: torch.device
+        cls,
+        policy: Policy,
+        held_out: ActionChunks,
+        training: ActionChunks,
+        spec: EnvSpec,
+        config: Config,
+        device: torch.device,
     ) -> "ActionError":
-        """Decide at every step of the first `evaluation.episodes` held-out episodes, and compare the whole chunks."""
+        """Decide at every step of `evaluation.episodes` held-out episodes, and compare the whole chunks."""
         was_training = policy.training
         policy.eval()
         episodes = min(config.evaluation.episodes, held_out.episodes)
-        steps = torch.arange(int(held_out.episode_lengths[:episodes].sum()))
-        memory = held_out.memory(policy, device) if policy.memory_size else None
+        # evenly spaced, so that they are of all datasets
+        chosen = ((torch.arange(episodes) + 0.5) * held_out.episodes / episodes).long()
+        ranges = zip(held_out.first_steps[chosen].tolist(), held_out.episode_lengths[chosen].tolist(), strict=True)
+        steps = torch.cat([torch.arange(first, first + length) for first, length in ranges])
+        memory = held_out.memory(policy, device, chosen) if policy.memory_size else None
         mean = torch.from_numpy(training.statistics()["action"]["mean"]).float()
         # [A]: sums of squares over steps of valid chunks
         error, baseline, count = torch.zeros(len(mean)), torch.zeros(len(mean)), 0
@@ -68,8 +89,9 @@ class ActionError(EvaluationResult):
             baseline += (mean - shown[..., : len(mean)])[valid].square().sum(0)
             count += int(valid.sum())
         policy.train(was_training)
-        first, scale = held_out.demonstrations[0], held_out.action_scale.numpy()
-        names = first.action_names or [f"action_{entry}" for entry in range(len(mean))]
+        # [A]: of the dataset's units in one unit of an action
+        scale = (np.array(spec.action_high) - np.array(spec.action_low)) / 2 if spec.action_low else np.ones(len(mean))
+        names = held_out.demonstrations[0].action_names or [f"action_{entry}" for entry in range(len(mean))]
         errors = [(total / count).numpy() * scale**2 for total in (error, baseline)]
         return cls(episodes, config.seed, names, errors[0], errors[1], len(steps))
 

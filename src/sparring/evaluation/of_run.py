@@ -64,7 +64,11 @@ def evaluate_checkpoint(
         policy = load_policy(checkpoint, device)
         shown: dict[str, Any] = {"greedy": greedy, "videos": videos, "both": both}
         if isinstance(config.env, DatasetConfig):
-            result, how = ActionError.run(config, policy, device, **shown), "greedy actions"
+            if videos or both or not greedy:
+                has = "env.name=dataset has no simulator: greedy actions are compared with demonstrated ones"
+                raise UserError(f"{has}; remove --videos, --both and --stochastic, or set env.name to an env")
+            split = _phase_state(checkpoint).get("held_out")
+            result, how = ActionError.run(config, policy, device, load_spec(checkpoint), split), "greedy actions"
         else:
             result = played = Evaluation.run(config, policy, device, **shown)
             both = "policy, sampled" in played.scores
@@ -96,9 +100,14 @@ def open_checkpoint(path: str, settings: list[Setting], is_policy: bool = True) 
         saved = [setting for setting in saved if not setting.key.startswith("env.")]
     config = load_config(None, saved + settings, inherit=False)
     before, now = flatten(trained.dump()), flatten(config.dump())
-    changed = [key for key in now if before.get(key) != now[key] and not key.startswith(FREE_TO_CHOOSE)]
+    is_dataset = isinstance(config.env, DatasetConfig)
+    if is_dataset and not isinstance(trained.env, DatasetConfig):
+        raise UserError(f"env.name=dataset: '{path}' was trained in an env; no demonstrations were held out from it")
+    # what a dataset becomes is fixed by training
+    free = tuple(key for key in FREE_TO_CHOOSE if key != "env." or not is_dataset)
+    changed = [key for key in now if before.get(key) != now[key] and not key.startswith(free)]
     if changed:
-        allowed = f"an evaluation accepts {', '.join(FREE_TO_CHOOSE)}"
+        allowed = f"an evaluation accepts {', '.join(free)}"
         raise UserError(f"{', '.join(changed)}: cannot be changed after training; {allowed}")
     if is_policy and config.phase == "teacher":
         raise UserError(f"'{path}' holds a world model, not a policy; give --world-model")
@@ -118,7 +127,7 @@ def load_other_world_model(other: str, path: str, config: Config) -> WorldModel:
 
 def _refuse_other_env(checkpoint: Path, config: Config) -> None:
     if isinstance(config.env, DatasetConfig):
-        return  # the demonstrations are compared when they are opened
+        return  # ActionError compares the demonstrations
     env = make_env(config.env, 1, config.rollout.max_episode_steps)
     env.close()
 
@@ -144,6 +153,8 @@ def episode_differences(a: Config, b: Config, ignored: tuple[str, ...]) -> list[
 
 
 def _limits(config: Config) -> list[int | None]:
+    if isinstance(config.env, DatasetConfig):
+        return []
     tasks, limits = getattr(config.env, "task", ()), list[int | None]()
     several = isinstance(tasks, tuple) and len(tasks) > 1
     for single in [config.env.model_copy(update={"task": (task,)}) for task in tasks] if several else [config.env]:
@@ -153,9 +164,16 @@ def _limits(config: Config) -> list[int | None]:
     return limits
 
 
+def _phase_state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return dict(load_training_state(checkpoint)["phase"])
+    except (CheckpointError, KeyError, TypeError, ValueError):  # weights alone, or a user-defined phase
+        return {}
+
+
 def _progress(checkpoint: Path) -> Progress:
     try:
-        return Progress(**load_training_state(checkpoint)["phase"]["progress"])
-    except (CheckpointError, KeyError, TypeError):  # weights alone, or a user-defined phase
+        return Progress(**_phase_state(checkpoint)["progress"])
+    except (KeyError, TypeError):
         number = checkpoint.name.rpartition("-")[2]
         return Progress(updates=int(number) if number.isdecimal() else 0)

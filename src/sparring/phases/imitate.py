@@ -14,11 +14,18 @@ from sparring.contract import POLICY_MEMORY
 from sparring.data.batches import BatchBuilder
 from sparring.data.chunks import ActionChunks
 from sparring.data.demonstrations import Demonstrations
-from sparring.envs.configs import DatasetConfig
 from sparring.envs.env import Env
 from sparring.errors import UserError
 from sparring.phases.configs import ImitateConfig
-from sparring.phases.demonstrations import cameras_of, make_imitation_env, open_demonstrations, split_demonstrations
+from sparring.phases.demonstrations import (
+    cameras_of,
+    make_imitation_env,
+    open_demonstrations,
+    read_datasets,
+    refuse_other_split,
+    split_demonstrations,
+    split_stamp,
+)
 from sparring.phases.phase import Phase, Progress
 from sparring.policies.policy import Policy, make_policy
 from sparring.processes.distributed import Distributed
@@ -73,14 +80,13 @@ class Imitate(Phase):
 
     @classmethod
     def from_config(cls, config: Config, distributed: Distributed) -> "Imitate":
-        env = make_imitation_env(config, distributed.device)
+        datasets = read_datasets(config.imitate)
+        env = make_imitation_env(config, datasets, distributed.device)
         policy = make_policy(config.policy, env.spec, config.rollout.action_steps, distributed.device)
-        demonstrations = open_demonstrations(config, env, policy)
-        held_out = None
-        if isinstance(config.env, DatasetConfig):
-            demonstrations, others = split_demonstrations(demonstrations, config.imitate)
-            held_out = ActionChunks(others, policy.chunk, env.spec)
-        chunks = ActionChunks(demonstrations, policy.horizon, env.spec, config.imitate.episodes)
+        demonstrations = open_demonstrations(config, datasets, env.spec, policy)
+        training, others = split_demonstrations(demonstrations, config)
+        held_out = ActionChunks(others, policy.chunk, env.spec) if others else None
+        chunks = ActionChunks(training, policy.horizon, env.spec, config.imitate.episodes)
         updates = config.training.iterations or cls.default_limit[1]
         phase = cls(config.imitate, env, policy, chunks, distributed, config.seed, updates, held_out)
         phase.optimizer.skips = config.training.skip_nonfinite_steps
@@ -154,6 +160,8 @@ class Imitate(Phase):
     def state_dict(self) -> dict:
         state: dict = {"progress": asdict(self.progress), "optimizer": self.optimizer.state_dict()}
         state["gradient_steps"] = self.gradient_steps
+        if self.held_out is not None:
+            state["held_out"] = split_stamp(self.held_out.demonstrations)
         if self.model is not self.policy:
             # cloned: parameters are views of one vector, and saving a view saves the whole vector
             state["policy"] = {name: tensor.detach().clone() for name, tensor in self.policy.state_dict().items()}
@@ -163,6 +171,8 @@ class Imitate(Phase):
         return {"batches": self.batches.state_dict()}
 
     def load_state_dict(self, state: dict, process_state: dict) -> list[str]:
+        if self.held_out is not None:
+            refuse_other_split(state["held_out"], self.held_out.demonstrations)
         self.progress = Progress(**state["progress"])
         self.gradient_steps = state["gradient_steps"]
         self.optimizer.load_state_dict(state["optimizer"])

@@ -431,7 +431,8 @@ class _Evaluator:
         elif phase.evaluation == "exploration":
             evaluation = ExplorationEvaluation.run(config, model, device)
         elif phase.evaluation == "actions":
-            evaluation = ActionError.of(model, phase.held_out, phase.chunks, config, device)  # type: ignore[attr-defined]
+            held_out, training = (getattr(phase, name) for name in ("held_out", "chunks"))
+            evaluation = ActionError.of(model, held_out, training, phase.env.spec, config, device)
         else:
             evaluation = Evaluation.run(config, model, device, videos=config.rollout.render_episodes)
         if run.folder is not None:
