@@ -44,7 +44,7 @@ from sparring.processes.manifest import MANIFEST, damage, read_manifest
 # folder of episodes that are still being recorded; while it exists, the dataset is incomplete
 RECORDING = "recording"
 INFO = "meta/info.json"
-POINTS = "observation.points"
+CLOUD = "observation.points"
 # the fields that a template of paths may have, also with leading zeros
 _FIELD = re.compile(r"{(video_key|chunk_index|file_index|episode_chunk|episode_index)(:0?\d?d)?}")
 # required keys of meta/sparring.json, and their types

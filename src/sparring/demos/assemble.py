@@ -16,8 +16,8 @@ import numpy as np
 
 from sparring.data import video
 from sparring.data.lerobot import (
+    CLOUD,
     INFO,
-    POINTS,
     RECORDING,
 )
 from sparring.data.statistics import image_statistics, number_statistics, point_statistics
@@ -190,7 +190,7 @@ def _columns(kept: list[_Episode], fps: int, tasks: np.ndarray) -> Arrays:
 
 def _features(env: ExpertEnv, columns: Arrays, plan: Plan, fps: int) -> dict[str, Any]:
     # points have named axes, like images
-    names = env.names | {POINTS: ["points", "x_y_z_r_g_b"]}
+    names = env.names | {CLOUD: ["points", "x_y_z_r_g_b"]}
     features: dict[str, Any] = {
         name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": names.get(name)}
         for name, values in columns.items()
@@ -229,7 +229,7 @@ def _episodes(kept: list[_Episode], phrases: list[str], columns: Arrays, pixels:
 
 def _statistics(columns: Arrays, pixels: Arrays, episodes: slice, rows: slice) -> dict[str, dict[str, list]]:
     found = {
-        name: point_statistics(values[rows]) if name == POINTS else number_statistics(values[rows])
+        name: point_statistics(values[rows]) if name == CLOUD else number_statistics(values[rows])
         for name, values in columns.items()
     }
     frames = int(found["index"]["count"][0])

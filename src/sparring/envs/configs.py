@@ -86,24 +86,23 @@ class TabletopConfig(Section):
 
 
 Corner = tuple[float, float, float]
-
-
-PositiveInt = Annotated[int, Field(ge=8, le=4096)]
+Pixels = Annotated[int, Field(ge=8, le=4096)]
 
 
 class DatasetConfig(Section):
     """No env: observations and actions are those of imitate.demos; only `imitate` works without a simulator."""
 
     name: str = Field("dataset", description="dataset")
-    image_size: tuple[PositiveInt, PositiveInt] | PositiveInt | None = Field(
+    image_size: tuple[Pixels, Pixels] | Pixels | None = Field(
         None, description="size to which images are scaled, pixels: a side or [height, width]; null: as recorded"
     )
     action_low: tuple[float, ...] = Field(
         (),
-        description="actions that the policy's -1 stands for; []: -1 if all recorded ones are in [-1, 1], else minima",
+        description="actions that the policy's -1 stands for; []: -1 for an entry in [-1, 1], else its minimum",
     )
     action_high: tuple[float, ...] = Field(
-        (), description="actions that the policy's 1 stands for; []: 1 if all recorded ones are in [-1, 1], else maxima"
+        (),
+        description="actions that the policy's 1 stands for; []: 1 for an entry in [-1, 1], else its maximum",
     )
 
 
