@@ -3,8 +3,8 @@
     python benchmarks/metaworld_speed.py [--quick]
 
 `state`: 8 robots on as many workers as cores, compared with one bare simulator per core (the limit) and with
-AsyncVectorEnv. `camera`: with one 64 px camera and decisions of 4 control steps; Sparring draws the frames that a policy
-sees, AsyncVectorEnv draws one per step. All sides reset after 200 steps. Sides take turns in one run; medians are
+AsyncVectorEnv. `camera`: with one 64 px camera and decisions of 4 control steps; Sparring draws the frames that a
+policy sees, AsyncVectorEnv draws one per step. All sides reset after 200 steps. Sides take turns in one run; medians are
 compared. Targets: 0.85 of the limit; 1.2 times AsyncVectorEnv from the state, 2 times with the camera.
 """
 
@@ -35,7 +35,11 @@ def measure(rounds: int, seconds: float) -> list[dict]:
             name: found["env_steps"] * (CORES if name == "bare simulators" else 1) / found["seconds"]
             for name, found in measured.items()
         }
-        targets = {("state", "bare simulators"): 0.85, ("state", "AsyncVectorEnv"): 1.2, ("camera", "AsyncVectorEnv"): 2}
+        targets = {
+            ("state", "bare simulators"): 0.85,
+            ("state", "AsyncVectorEnv"): 1.2,
+            ("camera", "AsyncVectorEnv"): 2,
+        }
         for name, rate in rates.items():
             about = {"case": case, "side": name, "steps_per_second": round(rate)}
             about |= {"ratio": round(rates["sparring"] / rate, 3), "target": targets.get((case, name))}
