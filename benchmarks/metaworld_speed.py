@@ -4,7 +4,7 @@
 
 `state`: 8 robots on as many workers as cores, compared with one bare simulator per core (the limit) and with
 AsyncVectorEnv. `camera`: with one 64 px camera and decisions of 4 control steps; Sparring draws the frames that a
-policy sees, AsyncVectorEnv draws one per step. All sides reset after 200 steps. Sides take turns in one run; medians are
+policy sees, AsyncVectorEnv draws one per step. All sides reset after 200 steps and take turns in one run; medians are
 compared. Targets: 0.85 of the limit; 1.2 times AsyncVectorEnv from the state, 2 times with the camera.
 """
 
