@@ -13,6 +13,8 @@ LINES = {path: len(path.read_text().splitlines()) for path in FILES}
 # the limits of the restructuring, and what later features added: (lines, public names)
 BUDGET = {"the restructured package": (28_000, 450), "verified files, trusted code, no hangs, a guard": (2_900, 45)}
 BUDGET |= {"roles of observations, free text, restarted workers, Meta-World, experts of gymnasium envs": (900, 20)}
+BUDGET |= {"six other simulators": (1_900, 20), "point clouds of other envs": (300, 5)}
+BUDGET |= {"datasets of others": (1_450, 25), "checks with fixes": (1_150, 12), "files of ManiFlow": (250, 3)}
 TYPED = {"config", "spec", "env", "policy"}
 
 
@@ -71,7 +73,7 @@ def test_use_of_private_names_is_found():
 
 
 def test_number_of_files_and_lines_is_within_budget():
-    assert len(FILES) <= 195
+    assert len(FILES) <= 215
     assert sum(LINES.values()) <= sum(lines for lines, _ in BUDGET.values())
 
 

@@ -662,7 +662,7 @@ def test_completion_values_belong_to_existing_arguments():
         ("train finetune x=[1 ppo.gam", ["ppo.gamma="]),
         ("eval ", []),
         ("eval run --sto", ["--stochastic"]),
-        ("check ", ["tabletop", *POLICIES, *(f"sparring/{task}" for task in TASKS)]),
+        ("check ", ["tabletop", *POLICIES, *TASKS]),
         ("tasks --", ["--sheet", "--help"]),
         ("nonsense ppo", []),
     ],

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sparring.cli.arguments import OPTIONS, count, flag_settings, positive
-from sparring.envs import ENVS
 from sparring.errors import UserError
 from sparring.policies import POLICIES
 
@@ -18,7 +17,7 @@ def add(commands) -> None:
     check.add_argument("name", nargs="?", metavar="NAME", help=name)
     where = "folder of the contact sheet of all cameras (default: outputs/check)"
     check.add_argument("--output", metavar="DIR", help=where)
-    offered: dict[str, Any] = {"name": lambda: [*ENVS, *POLICIES, *_task_names()]}
+    offered: dict[str, Any] = {"name": lambda: ["tabletop", *POLICIES, *_task_names()]}
     check.set_defaults(command=_check, takes_overrides=True, offered=offered)
     tasks = commands.add_parser("tasks", help="list the built-in tasks and their ranges", **OPTIONS)
     tasks.add_argument("--sheet", metavar="PNG", help="draw all tasks to this image file instead of listing them")
@@ -63,7 +62,7 @@ def _number(text: str) -> float:
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    known = (*ENVS, *POLICIES, *_task_names())
+    known = ("tabletop", *POLICIES, *_task_names())
     if arguments.name and arguments.name not in known and os.path.exists(arguments.name):
         return _check_dataset(arguments.name, overrides)
     from sparring.check.command import check
