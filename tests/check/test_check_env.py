@@ -53,7 +53,11 @@ FAULTS = {
     "Slow": ("note", "speed", "100,000 steps take 1"),
     "KeepsAll": ("warn", "memory", "it grew by"),
     "HangsInClose": ("error", "close", "close() has not returned after 2 s"),
+    "HangsInCloseWithoutExpert": ("error", "close", "close() has not returned after 2 s"),
+    "Exits": ("error", "contract", "the code ended the process: SystemExit: 0 ("),
+    "ExitsInClose": ("error", "close", "the code ended the process: SystemExit: 0 ("),
     "RaisesInClose": ("error", "close", "OSError: the port is busy"),
+    "LeavesAForkedProcess": ("error", "close", "processes are left after close(): "),
     "LeavesAProcess": ("error", "close", "13 processes are left after close(): sleep"),
     "WrongDtype": ("error", "contract", "observation/state is torch.float64, expected torch.float32"),
     "FinalOfAll": ("error", "contract", "Step.final['state'] has 4 rows, but"),
@@ -66,10 +70,14 @@ FAULTS = {
     "EndedIsNotWhatEnded": ("error", "contract", "Step.ended is [0, 1, 2, 3], but episodes of"),
     "RewardAfterTheEnd": ("error", "contract", "Step.reward is not 0 after the end of an episode"),
     "StopsEarly": ("error", "contract", "Step.executed is less than the chunk although no episode ended"),
-    "DoesNotClip": ("error", "bounds of actions", "an action of 3 acts otherwise than one of 1"),
+    "DoesNotClip": ("error", "bounds of actions", "an action of 3 acts differently from one of 1"),
     "ChangesTheAction": ("error", "contract", "step() changed the action array that it was given"),
     "ReusesItsArrays": ("error", "contract", "step() changed observation/"),
     "StateIsNoCopy": ("error", "saved state", "after set_state, "),
+}
+# class of healthy_envs -> the note or warning that it may have
+HEALTHY: dict[str, tuple[str, str] | None] = {
+    "SharesMemory": None,
 }
 # settings that a fault needs to show
 SETTINGS = {name: ["rollout.action_steps=3"] for name in ("RewardAfterTheEnd", "StopsEarly")}
@@ -102,6 +110,12 @@ def test_a_fault_gives_one_finding(capsys, tmp_path, name):
     assert [found[:2] for found in findings] == [(severity, what)], findings
     assert message in findings[0][2]
     assert code == (severity == "error")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_env_that_looks_faulty_gives_none(capsys, tmp_path, name):
+    code, findings, _ = run(capsys, tmp_path, f"healthy_envs:{name}")
+    assert code == 0 and [found for found in findings if found[:2] != HEALTHY[name]] == []
 
 
 @pytest.mark.parametrize("name", ["Healthy", "HealthyBackend"])

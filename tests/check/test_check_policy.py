@@ -24,7 +24,7 @@ FAULTS = {
     "ValuesTheBatch": ("error", "batch", "a decision alone differs by 0."),
     "SpareLayer": ("warn", "gradient", "2 of 15 weight tensors get none: spare.weight, spare.bias"),
     "Detaches": ("warn", "gradient", "actor."),
-    "KeepsATensor": ("error", "save and load", "the loaded policy acts otherwise (by 0.1)"),
+    "KeepsATensor": ("error", "save and load", "the loaded policy acts differently (by 0.1)"),
     "RefusesItsState": ("error", "save and load", "KeyError: 'head'"),
 }
 

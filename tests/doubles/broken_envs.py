@@ -1,5 +1,6 @@
 """A healthy gymnasium env and a healthy Backend, and the same ones with one fault each, for `sparring check`."""
 
+import multiprocessing
 import os
 import subprocess
 import time
@@ -392,6 +393,31 @@ class HangsInClose(Healthy):
 class RaisesInClose(Healthy):
     def close(self):
         raise OSError("the port is busy")
+
+
+class HangsInCloseWithoutExpert(HangsInClose):
+    expert_action = property()
+
+    def step(self, action):
+        return *super().step(action)[:4], {"success": self.point[0] > 0}
+
+
+class Exits(Healthy):
+    def step(self, action):
+        raise SystemExit(0)
+
+
+class ExitsInClose(Healthy):
+    def close(self):
+        raise SystemExit(0)
+
+
+class LeavesAForkedProcess(Healthy):
+    def reset(self, *, seed=None, options=None):
+        if not hasattr(self, "started"):
+            self.started = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,), daemon=True)
+            self.started.start()
+        return super().reset(seed=seed)
 
 
 class LeavesAProcess(Healthy):

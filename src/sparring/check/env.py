@@ -11,7 +11,7 @@ import torch
 from sparring.check.cameras import contact_sheet_of, picture_findings
 from sparring.check.findings import ERROR, NOTE, WARNING, Finding
 from sparring.check.play import PICTURES, TEXTS, Facts, Player
-from sparring.check.processes import Closable, close_findings, mark_processes, memory_findings
+from sparring.check.processes import Closable, close_findings, marked_processes, memory_findings
 from sparring.check.spaces import gymnasium_findings
 from sparring.config.schema import Config
 from sparring.contract import EnvSpec
@@ -23,7 +23,7 @@ from sparring.envs.gym import GymRobot
 from sparring.envs.tabletop.tasks.registry import TASKS
 from sparring.errors import UserError
 from sparring.evaluation.play import why_no_picture
-from sparring.processes.heartbeat import OwnStages
+from sparring.processes.heartbeat import OwnStage, OwnStages
 from sparring.record.overlay import write_png
 
 ROBOTS = 4
@@ -38,17 +38,17 @@ _BREAKS = "correct the env at that line"
 def env_findings(config: Config, sheet: Path) -> Iterator[Finding]:
     if OwnStages.now is None:
         OwnStages(1, config.rollout.watchdog_s).watch()
-    mark_processes()
     opened: list[Closable] = []  # all that must be closed
-    try:
-        yield from _checked(config, sheet, opened)
-    except Exception as error:  # an env is third-party code: every exception is a finding
-        yield Finding.of_error("contract", error, _BREAKS)
-    except BaseException:
-        for each in opened:
-            each.close()
-        raise
-    yield from close_findings(opened)
+    with marked_processes():
+        try:
+            yield from _checked(config, sheet, opened)
+        except (Exception, SystemExit) as error:  # an env is third-party code: every exception is a finding
+            yield Finding.of_error("contract", error, _BREAKS)
+        except BaseException:
+            for each in opened:
+                each.close()
+            raise
+        yield from close_findings(opened)
 
 
 def _checked(config: Config, sheet: Path, opened: list[Closable]) -> Iterator[Finding]:
@@ -60,8 +60,13 @@ def _checked(config: Config, sheet: Path, opened: list[Closable]) -> Iterator[Fi
     if isinstance(section, GymConfig):
         robot = GymRobot(section, limit)
         opened.append(robot)
-        yield from gymnasium_findings(robot)
-    yield from _played(env, again, config, sheet, opened)
+        with OwnStage("simulate", 0, config.rollout.watchdog_s):
+            found = list(gymnasium_findings(robot))
+        yield from found
+        has_expert = robot.env.has_wrapper_attr("expert_action") and not robot.spec.discrete_actions
+    else:
+        has_expert = isinstance(section, TabletopConfig)
+    yield from _played(env, again, config, sheet, opened, has_expert)
 
 
 def _spec(spec: EnvSpec, config: Config) -> Iterator[Finding]:
@@ -73,7 +78,9 @@ def _spec(spec: EnvSpec, config: Config) -> Iterator[Finding]:
     yield Finding("action", f"{spec.action_dim} dims, {kind}")
 
 
-def _played(env: Env, again: Env, config: Config, sheet: Path, opened: list[Closable]) -> Iterator[Finding]:
+def _played(
+    env: Env, again: Env, config: Config, sheet: Path, opened: list[Closable], has_expert: bool
+) -> Iterator[Finding]:
     """Play random actions, the bounds of actions, and the random actions again in the second env."""
     chunk, seed, is_ours = config.rollout.action_steps, config.seed, isinstance(config.env, GymConfig | TabletopConfig)
     player, other = Player(env, chunk), Player(again, chunk)
@@ -98,7 +105,7 @@ def _played(env: Env, again: Env, config: Config, sheet: Path, opened: list[Clos
     yield from _episodes(facts, env, is_ours, late)
     yield from _ranges(facts)
     yield from _reward(facts)
-    yield from _success(facts, env, config, opened)
+    yield from _success(facts, env, config, opened, has_expert)
     yield from _last_observation(facts)
     # the second env has a history when it replays: what step() changes, reset() must restore
     starts = other.digests(other.reset(seed + 1))
@@ -183,12 +190,17 @@ def _reward(facts: Facts) -> Iterator[Finding]:
         yield Finding("reward", f"{low:.4g} to {high:.4g} a step{sums}")
 
 
-def _success(facts: Facts, env: Env, config: Config, opened: list[Closable]) -> Iterator[Finding]:
+def _success(
+    facts: Facts, env: Env, config: Config, opened: list[Closable], has_expert: bool
+) -> Iterator[Finding]:
     if not env.spec.reports_success:
         fix = 'return info["success"], or set env.success_return; not needed if a task has no success'
         yield Finding("success", "the env reports none, so evaluations show only rewards", NOTE, fix)
         return
-    expert = _expert_successes(config, opened)
+    expert = None
+    if has_expert:
+        with OwnStage("simulate", 0, _SECONDS + config.rollout.watchdog_s):
+            expert = _expert_successes(config, opened)
     random = sum(episode.success for episode in facts.ended)
     found = f"in {random} of {len(facts.ended)} episodes with random actions" if facts.ended else "no episode ended"
     if random == len(facts.ended) >= 4:
@@ -215,8 +227,6 @@ def _expert_successes(config: Config, opened: list[Closable]) -> tuple[int, int]
             max(ROBOTS, len(section.task)),
         )
         robots -= robots % len(section.task)
-    elif not isinstance(section, GymConfig):
-        return None
     try:
         env = make_expert_env(section, robots, config.rollout.max_episode_steps, 0.0, 0)
     except UserError:
@@ -280,8 +290,8 @@ def _bounds(player: Player, digests: list[dict[str, bytes]], seed: int, clips: b
                 outside.append(player.digests(player.step(np.full(shape, size, np.float32))))
             if outside[0] != outside[1]:
                 fix = "clip actions to [-1, 1] in step(): a policy samples from a normal distribution"
-                yield Finding("bounds of actions", "an action of 3 acts otherwise than one of 1", ERROR, fix)
-    except Exception as error:  # as above
+                yield Finding("bounds of actions", "an action of 3 acts differently from one of 1", ERROR, fix)
+    except (Exception, SystemExit) as error:  # as above
         yield Finding.of_error("bounds of actions", error, "accept all actions from -1 to 1")
         return
     if same:
@@ -353,7 +363,7 @@ def _state(player: Player, other: Player) -> Iterator[Finding]:
                 shown = f"after set_state, {wrong[0].removeprefix('next/')} differs in decision {number}"
                 yield Finding("saved state", shown, ERROR, fix)
                 return
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         yield Finding.of_error("saved state", error, fix)
         return
     yield Finding("saved state", "can be restored; runs resume exactly")

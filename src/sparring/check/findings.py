@@ -21,8 +21,11 @@ class Finding:
     fix: str = ""
 
     @classmethod
-    def of_error(cls, what: str, error: Exception, fix: str) -> "Finding":
+    def of_error(cls, what: str, error: BaseException, fix: str) -> "Finding":
         """`fix`: advice for errors that are not ours; a UserError ends with its own."""
+        if isinstance(error, SystemExit):
+            fix = "raise another exception: SystemExit ends the whole process"
+            return cls(what, f"the code ended the process: {describe_error(error)}", ERROR, fix)
         if not isinstance(error, UserError):
             return cls(what, describe_error(error), ERROR, fix)
         found, _, own = str(error).rpartition("; ")

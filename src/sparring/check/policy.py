@@ -52,7 +52,7 @@ def policy_findings(config: Config) -> Iterator[Finding]:
         yield Finding("update", f"loss {metrics['loss']:.4g}", *(() if finite else (ERROR, fix)))
         doing = "decisions"
         yield from _decisions(run.phase, config)
-    except Exception as error:  # a policy is third-party code: every exception is a finding
+    except (Exception, SystemExit) as error:  # a policy is third-party code: every exception is a finding
         yield Finding.of_error(doing, error, "correct the policy at that line")
     finally:
         if run is not None:
@@ -188,9 +188,9 @@ def _saved(phase: Finetune, config: Config, rows: TensorDict, noise: torch.Tenso
         file.seek(0)
         loaded = make_policy(config.policy, phase.policy_spec(config, phase.env.spec), policy.chunk, device).eval()
         loaded.load_state_dict(torch.load(file, map_location=device, weights_only=True))
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         return Finding.of_error("save and load", error, fix)
     far = _far(_act(loaded, rows, noise), _act(policy, rows, noise))
     if far > rounding:
-        return Finding("save and load", f"the loaded policy acts otherwise (by {far:.3g})", ERROR, fix)
+        return Finding("save and load", f"the loaded policy acts differently (by {far:.3g})", ERROR, fix)
     return Finding("save and load", "the loaded policy gives the same actions")

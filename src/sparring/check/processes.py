@@ -3,8 +3,9 @@
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Protocol
 
@@ -23,15 +24,23 @@ _MARK = "SPARRING_CHECK"  # environment variable that marks processes of the env
 _PART, _PART_S = 100, 0.6  # decisions and seconds of each of four parts of a run
 _LEAK = 2**18  # bytes that memory grows in each part
 _CLOSE_S, _LEAVE_S = 10.0, 2.0  # seconds for close(), and for its processes to end after it
+_before = set[int]()  # processes that were there before the env
 
 
 class Closable(Protocol):
     def close(self) -> None: ...
 
 
-def mark_processes() -> None:
-    """Mark the processes that will be started: their environment is inherited."""
+@contextmanager
+def marked_processes() -> Iterator[None]:
+    """Mark the processes that are started meanwhile: they inherit the environment."""
     os.environ[_MARK] = f"{os.getpid()}-{time.monotonic_ns()}"
+    _before.update(_descendants())
+    try:
+        yield
+    finally:
+        del os.environ[_MARK]
+        _before.clear()
 
 
 def memory_findings(player: Player, config: Config) -> Iterator[Finding]:
@@ -73,7 +82,7 @@ def close_findings(opened: Sequence[Closable]) -> Iterator[Finding]:
         except StageFailed:
             yield Finding("close", f"close() has not returned after {_CLOSE_S:g} s", ERROR, fix)
             return
-        except Exception as error:  # as above
+        except (Exception, SystemExit) as error:  # as above
             yield Finding.of_error("close", error, fix)
             return
     took = time.monotonic() - began
@@ -81,18 +90,42 @@ def close_findings(opened: Sequence[Closable]) -> Iterator[Finding]:
         time.sleep(0.05)
     if left:
         names = shortened(", ".join(dict.fromkeys(left.values())), 60)
-        yield Finding("close", f"{len(left)} processes are left after close(): {names}", ERROR, fix)
+        number = "1 process is" if len(left) == 1 else f"{len(left)} processes are"
+        yield Finding("close", f"{number} left after close(): {names}", ERROR, fix)
     elif opened:
         yield Finding("close", f"{took:.1f} s, no process left")
 
 
 def _processes() -> dict[int, str]:
     """The processes that envs of this one started; empty if the system has no /proc."""
-    found, mark = {}, f"{_MARK}={os.environ[_MARK]}".encode()
+    found, mark = dict[int, str](), f"{_MARK}={os.environ[_MARK]}".encode()
+    # a forked process has the environment that this one began with, and one whose parent has ended has another parent
+    known = _descendants() - _before
+    # Python's own, which end with this process
+    own = {os.getpid(), resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        with suppress(OSError):
+            is_new = pid in known or mark in (entry / "environ").read_bytes().split(b"\0")
+            if is_new and pid not in own and pid not in _before:
+                found[pid] = (entry / "comm").read_text().strip()
+    return found
+
+
+def _descendants() -> set[int]:
+    """The processes that this one and its children started, without those that have ended."""
+    children = dict[int, list[int]]()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
-                found[int(entry.name)] = (entry / "comm").read_text().strip()
+            # after the name, which may hold anything: state, parent
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found, rest = set[int](), [os.getpid()]
+    while rest:
+        begun = children.get(rest.pop(), [])
+        found.update(begun)
+        rest += begun
     return found
 
 
