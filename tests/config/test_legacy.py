@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from sparring.cli.main import main
 from sparring.config import schema
+from sparring.config import text as config_text
 from sparring.config.convert import import_config
 from sparring.config.legacy import ALIASES, FIXED_VALUES, LISTED, PHASE_ALIASES, UNSUPPORTED, _why_unsupported, rename
 from sparring.config.schema import SCHEMA
@@ -573,12 +575,27 @@ def test_public_config_of_maniflow_is_imported(tmp_path):
 
 def test_references_of_a_file_to_itself_are_followed(tmp_path):
     text = "seed: 3\nthreads: ${seed}\noutput: ${threads}\n"
-    text += "logging: {name: '${logging.project}', project: '${logging.name}'}"
+    text += "logging: {name: '${logging.project}', project: '${logging.name}'}\n"
+    # the text of a file that is not Hydra's is kept
+    plain = {setting.key: setting.value for setting in read_settings(in_file(tmp_path, text, "plain.yaml"))}
+    assert plain["threads"] == "${seed}"
+    text += "policy: {_target_: a.Policy}\n"
     values = {setting.key: setting.value for setting in read_settings(in_file(tmp_path, text, "a.yaml"))}
     # a circle, and unknown keys, stay text
     assert (values["threads"], values["output"]) == (3, 3) and values["logging.name"].startswith("${")
-    (only,) = read_settings(in_file(tmp_path, "output: ${HOME}/x-${seed}", "b.yaml"))
-    assert only.value == "${HOME}/x-${seed}"
+    text = "output: ${HOME}/x-${seed}\npolicy._target_: a.Policy\n"
+    assert read_settings(in_file(tmp_path, text, "b.yaml"))[0].value == "${HOME}/x-${seed}"
+
+
+def test_a_long_chain_of_references_takes_a_short_time(tmp_path, monkeypatch):
+    looked_up = []
+    pattern = SimpleNamespace(fullmatch=lambda value: looked_up.append(value) or reference.fullmatch(value))
+    reference = config_text._REFERENCE
+    monkeypatch.setattr(config_text, "_REFERENCE", pattern)
+    lines = "".join(f"a{n}: ${{a{n + 1}}}\n" for n in range(400))
+    found = read_settings(in_file(tmp_path, f"{lines}a400: 3\npolicy._target_: a.Policy\n", "long.yaml"))
+    assert [setting.value for setting in found[:401]] == [3] * 401
+    assert len(looked_up) < 5 * 400
 
 
 def test_chain_refuses_an_output_folder_of_a_phase(tmp_path):

@@ -9,7 +9,7 @@ from sparring import phases
 from sparring.algorithms.configs import GRPOConfig, PPOConfig
 from sparring.collect.configs import RolloutConfig
 from sparring.config.section import Schema
-from sparring.config.text import Setting, value_text
+from sparring.config.text import Setting, is_of_hydra, value_text
 from sparring.phases import CHAIN
 
 
@@ -280,7 +280,7 @@ def rename(settings: list[Setting], schema: Schema, phase: str | None = None) ->
     for _, group in groupby(settings, lambda setting: setting.source):
         common, own, flags = list[Setting](), list[Setting](), dict[str, list[Setting]]()
         of_file = list(group)
-        of_hydra = any(setting.key == "policy._target_" for setting in of_file)
+        of_hydra = is_of_hydra(of_file)
         for setting in of_file:
             if setting.key not in schema.root.model_fields and setting.value in (None, {}) and _example(setting.key):
                 continue

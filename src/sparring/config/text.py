@@ -142,7 +142,9 @@ def read_settings(path: str | Path) -> list[Setting]:
             expected = f"expected keys with values at the top level, e.g. 'seed: 1'{hint}"
             raise UserError(f"config file '{path}' line 1: {expected}")
         sha256 = hashlib.sha256(content).hexdigest()
-        settings = _dereferenced([*_leaves(loader, root, "", path.name)])
+        settings = [*_leaves(loader, root, "", path.name)]
+        # only there, because in any other file such text is meant as it is
+        settings = [*_dereferenced(settings)] if is_of_hydra(settings) else settings
         return [replace(setting, sha256=sha256) for setting in settings]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -150,14 +152,24 @@ def read_settings(path: str | Path) -> list[Setting]:
         raise UserError(f"config file '{path}'{line}: {_problem(error, 'not valid YAML or JSON')}") from None
 
 
+def is_of_hydra(settings: list[Setting]) -> bool:
+    """Whether these are the settings of a config of Hydra (ManiFlow's), which names classes."""
+    return any(setting.key == "policy._target_" for setting in settings)
+
+
 def _dereferenced(settings: list[Setting]) -> Iterator[Setting]:
     """A value `${key}` (OmegaConf) is the value of that key in the same file; any other text is kept."""
     values = {setting.key: setting.value for setting in settings}
+    ends = dict[str, Any]()  # key -> the value at the end of its references
     for setting in settings:
-        value, seen = setting.value, {setting.key}
-        while isinstance(value, str) and (found := _REFERENCE.fullmatch(value)) and found[1] in values.keys() - seen:
-            seen.add(found[1])
-            value = values[found[1]]
+        value, passed = setting.value, dict[str, None]()
+        while isinstance(value, str) and (found := _REFERENCE.fullmatch(value)):
+            key = found[1]
+            if key not in values or key in passed or key == setting.key:
+                break
+            passed[key] = None
+            value = ends.get(key, values[key])
+        ends |= dict.fromkeys(passed, value)
         yield replace(setting, value=value)
 
 
