@@ -186,6 +186,31 @@ def test_averaged_weights_of_a_plain_checkpoint_are_read(tmp_path):
     assert torch.equal(ours.velocity.position, ManiFlow(seed=2).model.pos_emb[0])
 
 
+NORMALIZER, FIRST = "normalizer.params_dict.point_cloud.", "obs_encoder.extractor.mlp.0.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({1: torch.ones(2)}, "it holds 1: Tensor"),
+        ({"extra": "text"}, "it holds 'extra': str"),
+        ({"model.pos_emb": torch.ones(6, 24)}, r"pos_emb has shape \[6, 24\], expected \[1, horizon, width\]"),
+        ({"model.pos_emb": torch.tensor(1.0)}, r"pos_emb has shape \[\], expected"),
+        ({f"{NORMALIZER}scale": torch.ones(2)}, r"scale has shape \[2\], expected \[3\]"),
+        ({f"{NORMALIZER}offset": None}, "without normalizer.params_dict.point_cloud.offset"),
+        ({f"{NORMALIZER}input_stats.max": torch.tensor(1.0)}, r"input_stats.max has shape \[\]"),
+        ({FIRST: torch.ones(64, 7)}, r"mlp.0.weight has shape \[64, 7\], expected \[F, 3 or 6\]"),
+        ({FIRST: torch.ones(64)}, r"mlp.0.weight has shape \[64\]"),
+        ({FIRST.replace("weight", "bias"): torch.ones(5)}, r"mlp.0.bias has shape \[5\], expected \[64\]"),
+    ],
+)
+def test_malformed_checkpoints_are_refused(tmp_path, changes, message):
+    weights = {name: tensor for name, tensor in (ManiFlow().weights() | changes).items() if tensor is not None}
+    torch.save({"state_dicts": {"model": weights}}, tmp_path / "latest.ckpt")
+    with pytest.raises(UserError, match=message):
+        read(policy_of(), tmp_path / "latest.ckpt")
+
+
 class Malicious:
     """Its pickle creates a file when it is loaded."""
 

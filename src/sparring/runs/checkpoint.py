@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from sparring.config.text import shortened
 from sparring.config.trust import adopts
 from sparring.contract import EnvSpec
 from sparring.errors import UserError
@@ -361,9 +362,20 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
         return {name: tensor for shard in shards for name, tensor in read_weights(file.parent / shard).items()}
     if file.suffix != ".safetensors":
         loaded = _torch_load(file)
-        if isinstance(states := loaded.get("state_dicts"), dict):  # ManiFlow's; it evaluates the averaged weights
+        states = loaded.get("state_dicts") if isinstance(loaded, dict) else None
+        if isinstance(states, dict):  # ManiFlow's; it evaluates the averaged weights
             loaded = {"model": states.get("ema_model", states.get("model"))}
-        return loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
+        weights = loaded["model"] if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict) else loaded
+        other = [] if isinstance(weights, dict) else [type(weights).__name__]
+        other = other or [
+            f"{name!r}: {type(tensor).__name__}"
+            for name, tensor in weights.items()
+            if not (isinstance(name, str) and isinstance(tensor, torch.Tensor))
+        ]
+        if other:
+            what = f"expected names with tensors, but it holds {shortened(', '.join(other[:3]), 100)}"
+            raise CheckpointError(f"'{file}' cannot be read as weights: {what}; give a file of weights")
+        return weights
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:

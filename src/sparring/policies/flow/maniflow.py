@@ -35,6 +35,7 @@ def is_maniflow(weights: Mapping[str, torch.Tensor]) -> bool:
 
 def load_maniflow(policy: nn.Module, weights: Weights, source: str) -> str:
     """Load what fits, and return a report of it for the log. Raise if nothing of the point encoder fits."""
+    _check_shapes(weights, source)
     expected = policy.state_dict()
     given = {name: each for name, each in _renamed(weights, expected).items() if name in expected}
     used = {name: tensor for name, (tensor, _) in given.items() if tensor.shape == expected[name].shape}
@@ -65,6 +66,29 @@ def load_maniflow(policy: nn.Module, weights: Weights, source: str) -> str:
     read = {given[name][1] for name in used} | {name for name in weights if name.startswith(_NORMALIZER)}
     parts = [re.sub(r"\.\d+\b", ".*", re.sub(r"\.(weight|bias)$", "", n)) for n in weights if n not in read]
     return "\n  ".join([*lines, f"not used: {', '.join(dict.fromkeys(parts))}"])
+
+
+def _check_shapes(weights: Weights, source: str) -> None:
+    """Raise if a tensor that is computed with has an impossible shape; others are compared with ours."""
+    first = weights.get(f"{_EXTRACTOR}mlp.0.weight", torch.zeros(1, 3))
+    features, inputs = first.shape if first.ndim == 2 else (0, 0)
+    shapes = {
+        f"{_EXTRACTOR}mlp.0.weight": (r"\d+, [36]", "[F, 3 or 6]"),
+        f"{_EXTRACTOR}mlp.0.bias": (f"{features}", f"[{features}]"),
+        f"{_EXTRACTOR}final_projection.0.weight": (r"\d+, \d+", "[features, F]"),
+        "model.pos_emb": (r"1, \d+, \d+", "[1, horizon, width]"),
+    }
+    normalizer = [f"{_NORMALIZER}{name}" for name in ("scale", "offset", "input_stats.max")]
+    shapes |= dict.fromkeys(normalizer, (f"{inputs}|6", f"[{inputs}]"))
+    for name, (pattern, expected) in shapes.items():
+        tensor = weights.get(name)
+        if tensor is not None and not re.fullmatch(pattern, ", ".join(map(str, tensor.shape))):
+            what = f"'{source}' is not a checkpoint of ManiFlow's policy of points: {name} has shape"
+            raise UserError(f"{what} {list(tensor.shape)}, expected {expected}; download it again")
+    scale, offset = normalizer[:2]
+    if (scale in weights) != (offset in weights):
+        lost = offset if scale in weights else scale
+        raise UserError(f"'{source}' has the normaliser of points without {lost}; download it again")
 
 
 def _renamed(weights: Weights, expected: Weights) -> dict[str, tuple[torch.Tensor, str]]:
