@@ -51,6 +51,7 @@ def test_a_fault_gives_one_finding(capsys, name):
     [
         ["broken_policies:Healthy"],
         ["broken_policies:Remembers"],
+        ["broken_policies:Confident", "env.name=gym:CartPole-v1"],
         ["broken_policies:VLA"],
         ["broken_policies:VLA", "policy.draws=batch"],
         ["broken_policies:FlowVLA"],

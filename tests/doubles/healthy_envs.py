@@ -1,5 +1,7 @@
 """Healthy envs that look like a fault, for `sparring check`."""
 
+import time
+
 import gymnasium
 import numpy as np
 from broken_envs import Healthy, HealthyBackend
@@ -18,3 +20,63 @@ class SharesMemory(Healthy):
     def close(self):
         self.shared.close()
         self.shared.unlink()
+
+
+class OffsetToTheGoal(gymnasium.Env):
+    """A grid world that observes the offset to the goal, and is terminated there."""
+
+    observation_space = spaces.Box(-3, 3, (2,), np.float32)
+    action_space = spaces.Discrete(4)
+    max_episode_steps = 5000
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = np.zeros(2)
+        while not self.place.any():
+            self.place = self.np_random.integers(-2, 3, 2).astype(float)
+        return self.place.astype(np.float32), {}
+
+    def step(self, action):
+        self.place = np.clip(self.place + [(1, 0), (-1, 0), (0, 1), (0, -1)][int(action)], -2, 2)
+        near = not self.place.any()
+        return self.place.astype(np.float32), float(near), near, False, {"success": near}
+
+
+class OwnMasses(HealthyBackend):
+    """Each robot has a mass of its own, which only critics see."""
+
+    def observe(self):
+        masses = np.stack([np.arange(self.num_envs), np.ones(self.num_envs)], 1)
+        return super().observe() | {"privileged": masses.astype(np.float32)}
+
+
+class Contacts(HealthyBackend):
+    """Contact sensors, which feel nothing at most ends."""
+
+    def observe(self):
+        near = np.abs(self.places[:, :2]).max(1) < 0.1
+        return super().observe() | {"privileged": np.stack([near, near], 1).astype(np.float32)}
+
+
+class Dithers(Healthy):
+    """A renderer that draws some pixels differently by one level."""
+
+    def draw(self, axis):
+        image = super().draw(axis)
+        image[tuple(np.random.default_rng().integers(0, 12, 2))] += 1
+        return image
+
+
+class WakesSlowly(Healthy):
+    """A slow simulator whose robot ignores the first actions."""
+
+    expert_action = get_state = set_state = property()
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        time.sleep(0.06)
+        self.steps += 1
+        return super().step(action if self.steps > 4 else 0 * action)

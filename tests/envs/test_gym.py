@@ -10,6 +10,7 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot, _ActionMap, pack, unpack
 from sparring.envs.gym_batch import SerialBackend
+from sparring.errors import UserError
 
 DOUBLES = f"{__package__ + '.' if __package__ else ''}gym_doubles"
 
@@ -195,7 +196,7 @@ def test_error_of_an_env_keeps_its_type_and_names_the_env():
 def test_bad_names_and_order():
     with pytest.raises(ValueError, match="expected gym:<gymnasium id>, metaworld:<task>, .* or your.module:Class"):
         SerialBackend(GymConfig(name="CartPole-v1"), 1)
-    with pytest.raises(TypeError, match="a dict; expected a gymnasium.Env"):
+    with pytest.raises(UserError, match="a dict, expected a gymnasium.Env"):
         backend("builtins:dict")
     with pytest.raises(RuntimeError, match="before its first reset"):
         backend().step(chunks())

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sparring.check.findings import ERROR, WARNING, Finding
+from sparring.check.findings import ERROR, NOTE, WARNING, Finding
 from sparring.check.play import Facts
 from sparring.record.overlay import contact_sheet
 
@@ -35,12 +35,16 @@ def picture_findings(facts: Facts) -> Iterator[Finding]:
 def _of_picture(name: str, values: np.ndarray) -> Finding | None:
     kind, low, high = name.partition("/")[0], values.min(), values.max()
     if kind == "image" and high < _DARK and not (high == 1 and low == 0):
-        fix = "check the lights and the GL driver (MUJOCO_GL=egl or osmesa), and that it is drawn after the reset"
+        fix = "check the lights and the GL driver (MUJOCO_GL=egl or osmesa), and that it is drawn after the reset; "
+        fix += "a mask is no image: set its role by env.roles"
         return Finding(name, f"black: all pixels are {low} to {high} of 255", ERROR, fix)
     if kind == "image" and high == 1:
         return Finding(
             name, "all pixels are 0 or 1 of 255", ERROR, "return uint8 of 0 to 255: (image * 255).astype(uint8)"
         )
+    if kind == "segmentation" and high == 0:
+        fix = "check that it sees the robot and the objects; right only if none of them is in view"
+        return Finding(name, "shows the background only", NOTE, fix)
     if (values == values[..., :1, :1]).all() and kind != "points":
         return Finding(name, f"a single value ({low:.4g}) in every pixel", ERROR, "check what the camera sees")
     if kind == "points" and (values[..., :3] == values[..., :1, :3]).all():

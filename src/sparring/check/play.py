@@ -105,7 +105,6 @@ class Player:
 class _EndedEpisode:
     steps: int
     terminated: bool
-    truncated: bool
     success: bool
     reward: float
 
@@ -127,8 +126,8 @@ class Facts:
         self.of_next, self.of_before, self.zero, self.changed = ({name: 0 for name in first} for _ in range(4))
         self.inner = 0
         self.varied_starts = {name: False for name in first}
-        self._start = {name: value[:1].clone() for name, value in first.items()}
-        self._see_starts(first)
+        self._start = {name: value.clone() for name, value in first.items()}
+        self.succeeds_at_once = False  # whether all robots had a success in their first decision
         self.states: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # before, after [N, S], ended [N]
         self._sums = np.zeros(robots), np.zeros(robots, np.int64)
         self.moments: list[tuple[int, dict[str, torch.Tensor]]] = []  # (decision, pictures [N, ...])
@@ -161,15 +160,15 @@ class Facts:
         returns += step.reward.sum(1)
         steps += step.executed
         for robot in step.ended:
-            terminated, truncated, success = (
-                bool(flag[robot]) for flag in (step.terminated, step.truncated, step.success)
-            )
-            ended_one = _EndedEpisode(int(steps[robot]), terminated, truncated, success, float(returns[robot]))
-            self.ended.append(ended_one)
+            terminated, success = bool(step.terminated[robot]), bool(step.success[robot])
+            self.ended.append(_EndedEpisode(int(steps[robot]), terminated, success, float(returns[robot])))
             returns[robot] = steps[robot] = 0
         self.ended_apart |= 0 < len(step.ended) < len(ended)
         if len(step.ended):
-            self._see_starts({name: value[ended] for name, value in root.items()})
+            # compared for each robot: what differs between robots need not differ between episodes
+            for name, value in root.items():
+                self.varied_starts[name] |= bool((value != self._start[name])[ended].any())
+        self.succeeds_at_once |= self.decisions == 0 and bool(step.success.all())
         self.decisions += 1
         self._see_moment(root)
         self._first_ended |= bool(ended[0])
@@ -182,9 +181,24 @@ class Facts:
         state = td["next", "observation", "state"].flatten(1)
         return float(((state - self.states[decision - 1][1]).abs() / spread).max())
 
-    def _see_starts(self, starts: dict[str, torch.Tensor]) -> None:
-        for name, value in starts.items():
-            self.varied_starts[name] |= bool((value != self._start[name]).any())
+    def pictures_differ(self, decision: int, td: TensorDict) -> float:
+        """The largest mean difference of an entry with pictures after this decision, relative to its range; 0 if they
+        were not kept."""
+        found = _leaves(td["observation"])
+        return max(
+            (
+                float((found[name].double() - value.double()).abs().mean() / self._range(name))
+                for number, pictures in self.moments
+                for name, value in pictures.items()
+                if number == decision
+            ),
+            default=0.0,
+        )
+
+    def _range(self, name: str) -> float:
+        if name.startswith("image/"):
+            return 255.0
+        return max(float(self.high[name].max()) - float(self.low[name].min()), 1e-6)
 
     def _see_moment(self, observation: dict[str, torch.Tensor]) -> None:
         """Keep at most _MOMENTS moments of the first robot's first episode, at equal distances."""

@@ -25,6 +25,7 @@ NEEDS = {
     "pi0": ("model_path", "policy.model_path=FOLDER 'env.cameras=[head,wrist]'"),
 }
 _ROWS = 8  # decisions that are made again
+_CERTAIN = 0.5  # entropy below which choices may all be the same with other noise
 _OUTSIDE = 0.5  # share of action entries that the env clips
 _ROUNDING = {"fp32": 1e-3, "bf16": 0.05}  # difference of the same decision in another batch, or in other memory
 
@@ -121,7 +122,12 @@ def _same(policy: Policy, rows: TensorDict, noise: torch.Tensor) -> Finding:
         fix = "draw all randomness from td['noise'], and keep what it remembers in memory/policy (remember)"
         found = f"act() gives another action for the same decision and noise (by {_far(first, again):.3g})"
         return Finding("same decision", found, ERROR, fix)
+    with torch.no_grad():
+        entropy = float(policy.evaluate(rows)["entropy"].double().mean())
     if torch.equal(first, other.flip(0)):
+        # the entropy of choices is at least 0
+        if -1e-3 < entropy < _CERTAIN:
+            return Finding("same decision", "gives the same action again; too certain to show the effect of noise")
         fix = "draw the action from td['noise'], so that the policy explores"
         return Finding("same decision", "act() gives the same actions for other noise", ERROR, fix)
     return Finding("same decision", "gives the same action again, and another one for other noise")

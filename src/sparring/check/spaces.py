@@ -1,5 +1,6 @@
 """Checks of a gymnasium env itself: roles, declared spaces, and the orientation of MuJoCo cameras."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from sparring.config.text import shortened
 from sparring.envs.gym import GymRobot
 from sparring.envs.sims.mujoco import Cameras
 
-_STEPS = 60
+_STEPS, _SECONDS = 60, 5.0  # both limit the steps whose observations are compared
 _ROUNDING = 1e-4  # observations may exceed their bounds by this, relative to the bound
 # images of a camera may be turned or mirrored by the env -> (the same change of a picture [H, W, 3], factor of "up")
 _TURNS = {
@@ -61,6 +62,7 @@ def _declared(robot: GymRobot) -> Iterator[Finding]:
     robot.reset(seed=0)
     robot.env.action_space.seed(0)
     observation, info = robot.env.reset(seed=0)
+    deadline = time.monotonic() + _SECONDS
     for _ in range(_STEPS):
         for entry in robot.observations.entries:
             if entry.space is None or not entry.parts:
@@ -74,6 +76,8 @@ def _declared(robot: GymRobot) -> Iterator[Finding]:
         robot.observations.check(observation, info)
         if terminated or truncated:
             observation, info = robot.env.reset()
+        if time.monotonic() > deadline:
+            break
     yield from found.values()
 
 

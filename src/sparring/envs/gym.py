@@ -256,7 +256,8 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
         what = f"env.name={config.name} cannot be created with env.kwargs={config.kwargs}"
         raise UserError(f"{what}: {error}{hint}") from error
     if not isinstance(env, gymnasium.Env):
-        raise TypeError(f"env.name={config.name!r} created a {type(env).__name__}; expected a gymnasium.Env")
+        what = f"env.name={config.name} created a {type(env).__name__}, expected a gymnasium.Env"
+        raise UserError(f"{what}; return the env")
     if env.render_mode is None and "rgb_array" in (env.metadata.get("render_modes") or ()):
         # a function created it without render_mode; most envs read the mode only when they render
         with contextlib.suppress(AttributeError):
