@@ -1,6 +1,7 @@
 """`sparring check`: its targets, its lines, its exit code, and the checks of the installation."""
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from sparring.check import command
+from sparring.check import command, env, processes
 from sparring.check.findings import Finding, report
 from sparring.cli.main import main
 from sparring.errors import UserError
@@ -69,7 +70,10 @@ def errors(lines):
     return {what: text for what, (severity, text) in lines.items() if severity == "error"}
 
 
-def test_lines_of_an_env(capsys, tmp_path):
+def test_lines_of_an_env(capsys, tmp_path, monkeypatch):
+    # as slow as the machine may be, no deadline ends a part
+    monkeypatch.setattr(env, "_SECONDS", 60.0)
+    monkeypatch.setattr(processes, "_PART_S", 60.0)
     assert main(["check", "test_check:Good", f"--output={tmp_path}"]) == 0
     lines = lines_of(capsys)
     assert lines["observation/state"] == ("ok", "[3] float32")
@@ -79,10 +83,8 @@ def test_lines_of_an_env(capsys, tmp_path):
     assert lines["episodes end"] == ("ok", ended)
     assert lines["saved state"] == ("ok", "none; a resume starts new episodes")
     # three float32; 16 robots, 128 decisions and the observation after them
-    assert lines["memory"] == (
-        "ok",
-        "12 bytes an observation, 24.8 kB in a rollout of 16 robots; no growth in 400 decisions",
-    )
+    size = "12 bytes an observation, 24.8 kB in a rollout of 16 robots; no growth in 400 decisions"
+    assert lines["memory"] == ("ok", size)
     assert lines["success"][0] == "note" and lines["speed"][1].endswith(" ms")
 
 
@@ -140,6 +142,41 @@ def test_unknown_name_is_a_user_error(capsys):
     assert error.startswith("sparring: env.name = tabletap (from command line): unknown env 'tabletap'; nearest: ")
     assert main(["check", "sparring/reach_x"]) == 2
     assert "is not a tabletop task" in capsys.readouterr().err
+
+
+class NoEnv(Good):
+    """Its factory returns nothing."""
+
+    def __new__(cls):
+        return None
+
+
+def test_a_factory_without_an_env_is_our_error(capsys):
+    assert main(["check", "test_check:NoEnv"]) == 1
+    found = "env.name=test_check:NoEnv created a NoneType, expected a gymnasium.Env"
+    assert errors(lines_of(capsys)) == {"contract": found}
+
+
+def test_what_is_no_target_is_refused_with_the_command_for_it(capsys, tmp_path):
+    for name in ("some.yaml", "some.ckpt", "run/config.yaml", "data/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    refusals = {
+        ("some.yaml",): "no dataset, but a config; write: sparring train --config ",
+        ("some.ckpt",): "no dataset, but a file of weights; sparring check POLICY",
+        ("run",): "no dataset, but a run or a checkpoint; write: sparring eval ",
+        ("data", "--output=x"): "--output x: a dataset has no contact sheet; leave it out",
+    }
+    for (name, *words), message in refusals.items():
+        assert main(["check", str(tmp_path / name), *words]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["check", "actor_critic", "--output=x"]) == 2
+    assert "--output x: a policy has no contact sheet; leave it out" in capsys.readouterr().err
+
+
+def test_the_environment_is_restored(tmp_path):
+    main(["check", "test_check:Good", f"--output={tmp_path}"])
+    assert "SPARRING_CHECK" not in os.environ
 
 
 def test_two_different_tasks_are_refused(capsys, tmp_path):

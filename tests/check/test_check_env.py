@@ -81,6 +81,8 @@ HEALTHY = {
     "OffsetToTheGoal": [],
     "OwnMasses": [],
     "Contacts": [],
+    "SucceedsInTheEnd": [],
+    "SeesNoObject": [("note", "segmentation/head")],
     "Dithers": [("warn", "determinism")],
     "WakesSlowly": [("note", "success"), ("note", "speed"), ("note", "episodes end")],
 }

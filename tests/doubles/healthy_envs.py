@@ -4,7 +4,7 @@ import time
 
 import gymnasium
 import numpy as np
-from broken_envs import Healthy, HealthyBackend
+from broken_envs import BackendConfig, Healthy, HealthyBackend
 from gymnasium import spaces
 
 
@@ -56,6 +56,29 @@ class Contacts(HealthyBackend):
     def observe(self):
         near = np.abs(self.places[:, :2]).max(1) < 0.1
         return super().observe() | {"privileged": np.stack([near, near], 1).astype(np.float32)}
+
+
+class SucceedsInTheEnd(Healthy):
+    """Its limit is far, so that only successes end episodes in a short run."""
+
+    max_episode_steps = 3000
+    expert_action = property()
+
+    def step(self, action):
+        self.point = np.clip(self.point + 0.2 * action, -1, 1)
+        distance = float(np.linalg.norm(self.goal - self.point))
+        return self.observe(), -distance, distance < 0.8, False, {"success": distance < 0.8}
+
+
+class SeesNoObject(HealthyBackend):
+    """Nothing that its masks name is in view."""
+
+    def __init__(self, config: BackendConfig, num_envs: int, max_episode_steps: int | None = None):
+        super().__init__(config, num_envs)
+        self.spec.observation["segmentation/head"] = ((1, 8, 8), "uint8")
+
+    def observe(self):
+        return super().observe() | {"segmentation/head": np.zeros((self.num_envs, 1, 8, 8), np.uint8)}
 
 
 class Dithers(Healthy):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import subprocess
@@ -29,15 +30,18 @@ from sparring.policies.policy import Policy
 _IMPORT_S = 300.0  # timeout of an import
 
 
-def check(name: str | None, overrides: list[str], output: Path) -> int:
-    """Print findings about the installation, or about the env or policy `name`, and write a contact sheet into the
-    folder `output`; returns 1 if there is an error."""
+def check(name: str | None, overrides: list[str], output: Path | None) -> int:
+    """Print findings about the installation, or about the env or policy `name`, and write a contact sheet of an env
+    into the folder `output`; returns 1 if there is an error."""
     settings, policy = parse_overrides(overrides), _policy_settings(name)
     settings += policy if policy or name is None else [_env_setting(name, settings)]
     config = load_config(None, settings, inherit=False)
     if policy:
+        if output is not None:
+            raise UserError(f"--output {output}: a policy has no contact sheet; leave it out")
         return report(policy_findings(config))
     file = re.sub(r"[^\w.-]", "_", "_".join(getattr(config.env, "task", ())) or config.env.name)
+    output = output or Path(os.environ.get("OUTPUT_BASE") or "outputs") / "check"
     findings = env_findings(config, output / f"{file}.png")
     return report(findings if name is not None else chain(_installation(), findings))
 

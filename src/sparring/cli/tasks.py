@@ -64,11 +64,24 @@ def _number(text: str) -> float:
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
     known = ("tabletop", *POLICIES, *_task_names())
     if arguments.name and arguments.name not in known and os.path.exists(arguments.name):
+        _refuse_other_files(Path(arguments.name))
+        if arguments.output:
+            raise UserError(f"--output {arguments.output}: a dataset has no contact sheet; leave it out")
         return _check_dataset(arguments.name, overrides)
     from sparring.check.command import check
 
-    base = Path(os.environ.get("OUTPUT_BASE") or "outputs")
-    return check(arguments.name, overrides, Path(arguments.output or base / "check"))
+    return check(arguments.name, overrides, arguments.output and Path(arguments.output))
+
+
+def _refuse_other_files(path: Path) -> None:
+    what = f"'{path}' is no dataset, but a"
+    if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
+        raise UserError(f"{what} config; write: sparring train --config {path} --dry-run")
+    if path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") and path.is_file():
+        advice = f"sparring check POLICY tests the class of a policy; to load these weights, set pretrained={path}"
+        raise UserError(f"{what} file of weights; {advice}")
+    if (path / "config.yaml").is_file():
+        raise UserError(f"{what} run or a checkpoint; write: sparring eval {path}")
 
 
 def _check_dataset(path: str, overrides: list[str]) -> int:
