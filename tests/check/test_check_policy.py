@@ -10,6 +10,7 @@ SMALL = ["rollout.n_envs=2", "rollout.steps=8"]
 # class of broken_policies -> severity, what was checked, a part of the message
 FAULTS = {
     "RedrawsNoise": ("error", "act and evaluate", "the parity gate refuses to train: drift "),
+    "Exits": ("error", "act and evaluate", "the code ended the process: SystemExit: 0 ("),
     "ForgetsLogProb": ("error", "act and evaluate", "policy.complete: did not write 'log_prob'"),
     "ForgetsTrace": ("error", "act and evaluate", "policy.complete: did not write 'trace/z2'"),
     "NeverRandom": ("error", "policy", "noise_size is 0, so it cannot sample actions"),

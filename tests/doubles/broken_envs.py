@@ -189,6 +189,21 @@ class NotDeterministic(Healthy):
     get_state = set_state = property()
 
 
+class DrawsAnotherPicture(Healthy):
+    """Its light does not come from the seed."""
+
+    light = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.light = int(np.random.default_rng().integers(60))
+        return super().reset(seed=seed)
+
+    def draw(self, axis):
+        return np.minimum(super().draw(axis), 190) + np.uint8(self.light)
+
+    get_state = set_state = property()
+
+
 class RememberedByStep(Healthy):
     """Reset does not restore the wear that steps cause."""
 

@@ -63,7 +63,7 @@ def _checked(config: Config, sheet: Path, opened: list[Closable]) -> Iterator[Fi
     if isinstance(section, GymConfig):
         robot = GymRobot(section, limit)
         opened.append(robot)
-        with OwnStage("simulate", 0, config.rollout.watchdog_s):
+        with OwnStage("simulate"):
             found = list(gymnasium_findings(robot))
         yield from found
         has_expert = robot.env.has_wrapper_attr("expert_action") and not robot.spec.discrete_actions
