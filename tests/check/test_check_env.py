@@ -148,8 +148,8 @@ def test_the_contact_sheet_has_a_row_for_each_camera(capsys, tmp_path):
     assert any(line.startswith(f"ok    contact sheet: {path}; look whether cameras") for line in lines)
     with Image.open(path) as sheet:
         width, height = sheet.size
-    # two images, depth, three planes of points, and the video: 12 rows of pixels become 132, 160 stay
-    assert height == 4 * (132 + 28) + 3 * (160 + 28) + 8
+    # two images, depth, points, and the video: 12 rows of pixels become 132, 160 stay
+    assert height == 4 * (132 + 28) + (160 + 28) + 8
     # a title of 256 and up to six moments of 16 * 11 pixels
     assert width == 8 + (256 + 8) + 6 * (16 * 11 + 8)
 

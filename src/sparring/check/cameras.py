@@ -13,7 +13,6 @@ _DARK = 8  # an image whose pixels are all below this is black
 _FAR = 100.0  # metres: a depth or a point beyond this is in another unit
 # dark blue, blue-green, green, yellow: evenly spaced colours of a colour map
 _MAP = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], float)
-_PLANES = {"x, y from above": (0, 1), "x, z from the side": (0, 2), "y, z from the front": (1, 2)}
 
 
 def picture_findings(facts: Facts) -> Iterator[Finding]:
@@ -72,14 +71,9 @@ def contact_sheet_of(facts: Facts, frames: list[np.ndarray]) -> np.ndarray | Non
     moments = [facts.moments[pick] for pick in picks]
     for name in facts.moments[0][1]:
         values = np.stack([moment[name][0].numpy() for _, moment in moments])
-        drawn = (
-            {f"{name}, {plane}": _projected(values, *axes) for plane, axes in _PLANES.items()}
-            if name == "points"
-            else {}
-        )
-        for label, pictures in (drawn or {name: _coloured(name, values)}).items():
-            numbers = [number for number, _ in moments]
-            rows.append(_row(label, pictures, [f"decision {number}" for number in numbers]))
+        label = "points, from above" if name == "points" else name
+        pictures = _from_above(values) if name == "points" else _coloured(name, values)
+        rows.append(_row(label, pictures, [f"decision {number}" for number, _ in moments]))
     if frames:
         picks = np.unique(np.linspace(0, len(frames) - 1, _COLUMNS).round().astype(int))
         rows.append(_row("video", [frames[pick] for pick in picks], [f"step {pick + 1}" for pick in picks]))
@@ -115,22 +109,20 @@ def _map(share: np.ndarray) -> np.ndarray:
     return np.stack([np.interp(share, at, _MAP[:, channel]) for channel in range(3)], -1).astype(np.uint8)
 
 
-def _projected(clouds: np.ndarray, across: int, up: int) -> list[np.ndarray]:
-    """`[M, P, 3 or 6]` -> M pictures of one plane, with the same scale; the third axis decides what is in front."""
-    side, (depth,) = 160, {0, 1, 2} - {across, up}
-    low, high = clouds[..., :3].min((0, 1)), clouds[..., :3].max((0, 1))
-    scale = (side - 5) / max(float((high - low)[[across, up]].max()), 1e-6)
+def _from_above(clouds: np.ndarray) -> list[np.ndarray]:
+    """`[M, P, 3 or 6]` -> M pictures with the same scale; the highest points are in front."""
+    side, low, high = 160, clouds[..., :3].min((0, 1)), clouds[..., :3].max((0, 1))
+    scale = (side - 5) / max(float((high - low)[:2].max()), 1e-6)
     pictures = []
     for cloud in clouds:
-        cloud = cloud[np.argsort(cloud[:, depth])]
-        column, row = ((cloud[:, axis] - low[axis]) * scale for axis in (across, up))
-        spread = max(float(high[depth] - low[depth]), 1e-6)
-        colours = _map((cloud[:, depth] - low[depth]) / spread)
+        cloud = cloud[np.argsort(cloud[:, 2])]
+        column, row = ((cloud[:, :2] - low[:2]) * scale).astype(int).T
+        colours = _map((cloud[:, 2] - low[2]) / max(float(high[2] - low[2]), 1e-6))
         if clouds.shape[-1] == 6:
             colours = (cloud[:, 3:] * (255 if clouds[..., 3:].max() <= 1 else 1)).clip(0, 255).astype(np.uint8)
         picture = np.full((side, side, 3), 250, np.uint8)
         for down in range(3):
             for right in range(3):
-                picture[side - 4 - row.astype(int) + down, column.astype(int) + right] = colours
+                picture[side - 4 - row + down, column + right] = colours
         pictures.append(picture)
     return pictures
