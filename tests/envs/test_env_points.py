@@ -210,7 +210,7 @@ def test_cameras_of_meta_world_agree():
     on_table = {"low": [-0.5, 0.4, -0.3], "high": [0.5, 0.8, 0.01]}
     views = {}
     for name in ("corner", "corner2", "topview"):
-        image, depth = robot.env._draw(name, 128)
+        image, depth = robot.env._views.draw(name, 128)
         views[name] = (depth, *robot.env.camera_model(name))
         depth, intrinsics, pose = views[name]
         # the top of the table is at z = 0

@@ -49,11 +49,11 @@ class Drawn:
     """Draws a picture whose left half is bright, and near."""
 
     def __init__(self, model, height, width, hidden):
-        assert model == "model" and hidden == (0,)
-        self.size = height, width
+        assert hidden == (0,)
+        self.model, self.size = model, (height, width)
 
     def draw(self, data, camera):
-        assert data == "data"
+        assert data is self.model  # of the double: not the data of another model
         pixels = np.zeros((*self.size, 3), np.uint8)
         pixels[:, : self.size[1] // 2] = {"agentview": 200, "robot0_eye_in_hand": 100}[camera]
         return pixels, pixels[..., 0] / np.float32(100)
@@ -73,7 +73,7 @@ def forget():
 def package(monkeypatch, tmp_path):
     """hf-libero's double, with scenes but without a config file."""
     monkeypatch.syspath_prepend(str(DOUBLE))
-    monkeypatch.setattr(libero, "Cameras", Drawn)
+    monkeypatch.setattr("sparring.envs.sims.mujoco.Cameras", Drawn)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("LIBERO asked on standard input"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "none"))
@@ -222,7 +222,7 @@ def test_missing_scenes_are_named(package, monkeypatch):
         ("libero_spatial", {}, "libero:libero_spatial; expected SUITE/NUMBER, e.g. libero_spatial/0"),
         ("libero_100/0", {}, "libero:libero_100/0; expected SUITE/NUMBER"),
         ("libero_spatial/3", {}, "libero_spatial has tasks 0 to 2"),
-        ("libero_spatial/0", {"cameras": ["head"]}, "'head' is unknown; LIBERO has agentview, wrist"),
+        ("libero_spatial/0", {"cameras": ["head"]}, "'head' is unknown; this env has agentview, wrist"),
         ("libero_spatial/0", {"state": "images"}, "state='images'; expected robot or full"),
     ],
 )

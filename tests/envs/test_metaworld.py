@@ -12,7 +12,8 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.gym import GymRobot
 from sparring.envs.gym_batch import SerialBackend
-from sparring.envs.sims.metaworld import INSTRUCTIONS, SETS, MetaWorld
+from sparring.envs.sims.metaworld import INSTRUCTIONS, SETS
+from sparring.envs.sims.mujoco import Views
 
 pytest.importorskip("metaworld", reason="needs Meta-World: docs/simulators.md")
 
@@ -96,7 +97,7 @@ def test_sets_draw_a_task_for_each_episode():
     ("name", "kwargs", "message"),
     [
         ("reach-v2", {}, "metaworld:reach-v2 is unknown; expected mt10, mt50 or assembly-v3"),
-        ("reach-v3", {"cameras": ["head"]}, "'head' is unknown; Meta-World has topview"),
+        ("reach-v3", {"cameras": ["head"]}, "'head' is unknown; this env has topview"),
         ("reach-v3", {"state": "images"}, "state='images'; expected full"),
         ("reach-v3", {"view": 1}, "unexpected keyword argument 'view'"),
     ],
@@ -109,7 +110,9 @@ def test_wrong_names_and_arguments_are_refused(name, kwargs, message):
 def test_only_the_frames_of_decisions_are_drawn():
     one = robot("reach-v3", cameras=["corner2", "gripperPOV"], image_size=48)
     drawn = []
-    one.env._draw = lambda camera, size: drawn.append(camera) or (np.full((size, size, 3), len(drawn), np.uint8), None)
+    one.env._views.draw = lambda camera, size: (
+        drawn.append(camera) or (np.full((size, size, 3), len(drawn), np.uint8), None)
+    )
     arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in one.spec.observation.items()}
     one.reset(0)
     one.write(arrays, 0)
@@ -136,7 +139,7 @@ def test_cameras_draw_the_scene_upright():
     for camera in CORNERS:
         # the model's picture has its top at the bottom: the vertical axis of the camera points down
         model, data = one.env.model, one.env.data
-        raw = one.env._drawn[one.env.task, 64].draw(data, camera)[0].transpose(2, 0, 1)
+        raw = one.env._views._drawn[64].draw(data, camera)[0].transpose(2, 0, 1)
         assert data.cam_xmat[model.camera(camera).id].reshape(3, 3)[2, 1] < -0.5
         assert np.array_equal(arrays[f"image/{camera}"][0], raw[:, ::-1, ::-1])
     one.close()
@@ -155,7 +158,7 @@ def test_check_finds_nothing_wrong_and_prints_the_roles(capsys, tmp_path, monkey
 
 
 def test_check_compares_images_with_the_cameras_of_the_model(monkeypatch):
-    one, draw = robot("reach-v3", cameras=["corner", "topview"]), MetaWorld._draw
+    one, draw = robot("reach-v3", cameras=["corner", "topview"]), Views.draw
     one.reset(0)
     if one.render() is None:
         pytest.skip(one.no_picture)
@@ -170,7 +173,7 @@ def test_check_compares_images_with_the_cameras_of_the_model(monkeypatch):
     }
     for (rows, columns), (severity, message) in seen.items():
         turn = (slice(None, None, rows), slice(None, None, columns))
-        monkeypatch.setattr(MetaWorld, "_draw", lambda *given, turn=turn: [drawn[turn] for drawn in draw(*given)])
+        monkeypatch.setattr(Views, "draw", lambda *given, turn=turn: [drawn[turn] for drawn in draw(*given)])
         found = {finding.what: finding for finding in gymnasium_findings(one)}
         assert found["image/corner"].severity == severity and found["image/corner"].found.startswith(message)
         # a camera that looks straight down has no upper side, but can be mirrored

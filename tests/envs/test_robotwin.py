@@ -217,7 +217,7 @@ def test_settings_replace_those_of_the_task_config(worker):
         ("juggle", {}, "robotwin:juggle is unknown; RoboTwin has beat_block_hammer"),
         ("beat_block_hammer", {"task_config": "demo"}, "task_config='demo' is unknown; RoboTwin has demo_clean"),
         ("beat_block_hammer", {"cameras": "top"}, "'top' is unknown; RoboTwin has left_camera, right_camera, head"),
-        ("beat_block_hammer", {"control_mode": "pose"}, "control_mode='pose'; expected qpos, delta_qpos, ee"),
+        ("beat_block_hammer", {"control_mode": "pose"}, "control_mode='pose'; expected qpos or delta_qpos or ee"),
     ],
 )
 def test_wrong_names_and_arguments_are_refused(worker, name, kwargs, message):

@@ -30,7 +30,7 @@ _MOST_ACTIONS = 4096  # combinations of several discrete actions
 _NO_OPENGL: dict[str, str] = {}
 
 
-class _ActionMap:
+class ActionMap:
     """Maps actions [C, A] of the contract to actions of the env. `discrete`: number of choices, 0 if continuous."""
 
     def __init__(self, space: spaces.Space, env_name: str):
@@ -103,7 +103,7 @@ class GymRobot:
         self.env, self._limit = _make_env(config, max_episode_steps)
         self._name = config.name
         self.observations = ObservationMap(self.env, config)
-        self.actions = _ActionMap(self.env.action_space, config.name)
+        self.actions = ActionMap(self.env.action_space, config.name)
         self.spec = EnvSpec(
             observation=self.observations.spec,
             action_dim=self.actions.dim,
@@ -253,8 +253,7 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
     except (gymnasium.error.Error, ImportError, AttributeError, TypeError) as error:
         is_missing = isinstance(error, ImportError | gymnasium.error.DependencyNotInstalled)
         hint = f"; {_INSTALL}" if is_missing else ""
-        what = f"env.name={config.name} cannot be created with env.kwargs={config.kwargs}"
-        raise UserError(f"{what}: {error}{hint}") from error
+        raise UserError(f"{cannot_be_created(config, error)}{hint}") from error
     if not isinstance(env, gymnasium.Env):
         what = f"env.name={config.name} created a {type(env).__name__}, expected a gymnasium.Env"
         raise UserError(f"{what}; return the env")
@@ -267,6 +266,10 @@ def _make_env(config: GymConfig, max_episode_steps: int | None) -> tuple[gymnasi
     while env.spec and type(env) in (wrappers.TimeLimit, wrappers.OrderEnforcing, wrappers.PassiveEnvChecker):
         env = env.env  # type: ignore[attr-defined]
     return env, max_episode_steps or own_limit or 0
+
+
+def cannot_be_created(config: GymConfig, error: Exception) -> str:
+    return f"env.name={config.name} cannot be created with env.kwargs={config.kwargs}: {error}"
 
 
 def _creator(env_id: str) -> Any:

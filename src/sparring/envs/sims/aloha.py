@@ -6,6 +6,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from sparring.envs.sims.arguments import choice
 from sparring.envs.sims.mujoco import Views, pose, restore_state, saved_state, without_gl
 from sparring.errors import UserError
 
@@ -29,10 +30,8 @@ def make(
 ) -> "Aloha":
     if name not in TASKS:
         raise UserError(f"env.name=aloha:{name} is unknown; expected {', '.join(TASKS)}")
-    if state not in ("full", "robot"):
-        raise UserError(f"env.kwargs.state={state!r}; expected full (with objects) or robot")
-    if reward not in ("dense", "sparse"):
-        raise UserError(f"env.kwargs.reward={reward!r}; expected dense (0 to 4) or sparse (1 at success)")
+    choice("state", state, ("full", "robot"))
+    choice("reward", reward, ("dense", "sparse"))
     try:
         with without_gl():
             from gym_aloha.env import AlohaEnv
@@ -44,7 +43,7 @@ def make(
     # its own draws three images of 480 x 640 at each step
     inner._env.task.get_observation = lambda physics: {"images": {"top": np.zeros(0)}}
     physics = inner._env.physics
-    views = Views(physics.model.ptr, physics.data.ptr, cameras, image_size, depth)
+    views = Views(lambda: (physics.model.ptr, physics.data.ptr), cameras, image_size, depth)
     return Aloha(inner, instruction, views, state == "full", reward == "sparse")
 
 
@@ -77,11 +76,12 @@ class Aloha(gymnasium.Env):
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
         from dm_control.rl.control import PhysicsError
 
-        before = self._observed()
+        before = self.get_state()
         try:
             _, reward, solved, _, _ = self.inner.step(action)
         except PhysicsError:  # joint targets that jump can make the simulation diverge
-            return before, 0.0, True, False, {"success": False}
+            self.set_state(before)  # MuJoCo has reset it
+            return self._observed(), 0.0, True, False, {"success": False}
         reward = float(solved) if self._sparse else float(reward)
         return self._observed(), reward, bool(solved), False, {"success": bool(solved)}
 

@@ -5,7 +5,6 @@ this module has been run with stand-ins for them only (docs/simulators.md)."""
 
 import atexit
 import contextlib
-import functools
 import importlib.util
 import os
 import shutil
@@ -18,9 +17,9 @@ import numpy as np
 import yaml
 from gymnasium import spaces
 
-from sparring.envs.sims.mujoco import Cameras, camera_model, pose
+from sparring.envs.sims.arguments import choice
+from sparring.envs.sims.mujoco import Views, pose, seeded, without_gl
 from sparring.envs.sims.replay import ReplayedEnv
-from sparring.envs.tabletop.scene import load_mujoco
 from sparring.errors import UserError
 
 # suite -> steps of an episode: more than its longest demonstration has
@@ -56,14 +55,9 @@ def make(
         raise UserError(
             f"env.name=libero:{name}; expected SUITE/NUMBER, e.g. libero_spatial/0, of {', '.join(_SUITES)}"
         )
-    cameras = [cameras] if isinstance(cameras, str) else list(cameras)
-    if wrong := [camera for camera in cameras if camera not in _CAMERAS]:
-        raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; LIBERO has {', '.join(_CAMERAS)}")
-    for key, value, known in (("state", state, ("robot", "full")), ("start", start, ("suite", "random"))):
-        if value not in known:
-            raise UserError(f"env.kwargs.{key}={value!r}; expected {' or '.join(known)}")
-    size, full, from_suite = int(image_size), state == "full", start == "suite"
-    return Libero(suite, int(number), cameras, size, depth, mirror, full, from_suite, controller)
+    choice("state", state, ("robot", "full"))
+    choice("start", start, ("suite", "random"))
+    return Libero(suite, int(number), cameras, image_size, depth, mirror, state == "full", start == "suite", controller)
 
 
 class Libero(ReplayedEnv):
@@ -75,7 +69,7 @@ class Libero(ReplayedEnv):
         self,
         suite: str,
         number: int,
-        cameras: list[str],
+        cameras: list[str] | str,
         image_size: int,
         depth: bool,
         mirror: bool,
@@ -85,9 +79,11 @@ class Libero(ReplayedEnv):
     ):
         super().__init__()
         benchmark, wrapper, folder = _import_libero()
-        self._cameras, self._size, self._depth = cameras, image_size, depth
         self._mirror, self._full = mirror, full
-        with _quiet(), _seeded(0):
+        turns = {camera: (1, -1) for camera in _CAMERAS} if mirror else None
+        # each reset makes a new model
+        self._views = Views(lambda: self._simulation, cameras, image_size, depth, _COLLISION, _CAMERAS, turns)
+        with _quiet(), seeded(0):
             tasks = benchmark.get_benchmark(suite)()
             if not number < tasks.get_num_tasks():
                 raise UserError(f"env.name=libero:{suite}/{number}; {suite} has tasks 0 to {tasks.get_num_tasks() - 1}")
@@ -102,19 +98,15 @@ class Libero(ReplayedEnv):
                 ignore_done=True,
             )
         self.instruction, self.max_episode_steps = task.language, _SUITES[suite]
-        self._drawn: dict[int, Cameras] = {}
         low, high = self.inner.env.action_spec
         self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32))
         state = self.begin(0)["state"]
         shown: dict[str, spaces.Space] = {"instruction": spaces.Text(256)}
         shown["state"] = spaces.Box(-np.inf, np.inf, state.shape, np.float64)
-        shown |= {camera: spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
-        if depth:
-            shown |= {f"{camera}_depth": spaces.Box(0, np.inf, (image_size, image_size)) for camera in cameras}
-        self.observation_space = spaces.Dict(shown)
+        self.observation_space = spaces.Dict(shown | self._views.spaces())
 
     def begin(self, seed: int) -> dict[str, Any]:
-        with _quiet(), _seeded(seed):
+        with _quiet(), seeded(seed):
             found = self.inner.reset()
             if self._starts is not None:
                 chosen = np.random.default_rng(seed).integers(len(self._starts))
@@ -129,11 +121,11 @@ class Libero(ReplayedEnv):
         return self._observed(found), float(reward), success, False, {"success": success}
 
     def render(self) -> np.ndarray:
-        return self._draw("agentview", _PICTURE)[0]
+        return self._views.draw("agentview", _PICTURE)[0]
 
     def camera_model(self, camera: str) -> tuple[np.ndarray, np.ndarray]:
         """(intrinsics [3, 3] in pixels, pose [4, 4] of the camera in the world), as points.point_clouds has them."""
-        intrinsics, matrix = camera_model(*self._simulation, _CAMERAS[camera], self._size, self._size)
+        intrinsics, matrix = self._views.camera_model(camera)
         return intrinsics * [[-1, 1, 1], [1, 1, 1], [1, 1, 1]] if self._mirror else intrinsics, matrix
 
     def gripper_pose(self) -> np.ndarray:
@@ -142,35 +134,18 @@ class Libero(ReplayedEnv):
         return pose(site.xpos, site.xmat.reshape(3, 3))
 
     def close(self) -> None:
-        for cameras in self._drawn.values():
-            cameras.close()
-        self._drawn = {}
+        self._views.close()
         self.inner.close()
 
     def _observed(self, found: dict[str, np.ndarray]) -> dict[str, Any]:
         hand, turn = found["robot0_eef_pos"], _rotation_vector(found["robot0_eef_quat"])
         parts = [hand, turn, found["robot0_gripper_qpos"]]
         state = np.concatenate([*parts, found["object-state"]] if self._full else parts)
-        shown: dict[str, Any] = {"state": state, "instruction": self.instruction}
-        for camera in self._cameras:
-            # one drawing has image and depth
-            draw = functools.cache(functools.partial(self._draw, camera, self._size))
-            shown[camera] = lambda draw=draw: draw()[0]
-            if self._depth:
-                shown[f"{camera}_depth"] = lambda draw=draw: draw()[1]
-        return shown
+        return {"state": state, "instruction": self.instruction, **self._views.observed()}
 
     @property
     def _simulation(self) -> tuple[Any, Any]:
         return self.inner.sim.model._model, self.inner.sim.data._data
-
-    def _draw(self, camera: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Image [size, size, 3] and depth [size, size]."""
-        model, data = self._simulation
-        if size not in self._drawn:
-            self._drawn[size] = Cameras(model, size, size, _COLLISION)
-        image, depth = self._drawn[size].draw(data, _CAMERAS[camera])
-        return (image[:, ::-1], depth[:, ::-1]) if self._mirror else (image, depth)
 
 
 def _rotation_vector(quaternion: np.ndarray) -> np.ndarray:
@@ -182,20 +157,14 @@ def _rotation_vector(quaternion: np.ndarray) -> np.ndarray:
 
 def _import_libero() -> tuple[Any, Any, Path]:
     """(its benchmarks, its envs, folder of its tasks)."""
-    load_mujoco()
     _configure()
-    before = os.environ.get("MUJOCO_GL")
     try:
-        with _quiet():
+        with without_gl(), _quiet():  # robosuite sets MUJOCO_GL
             from libero.libero import benchmark, get_assets_path, get_libero_path
             from libero.libero.envs import env_wrapper
     except ModuleNotFoundError as error:
         how = "docs/simulators.md has the commands that install it"
         raise UserError(f"LIBERO needs the package {error.name}; {how}") from None
-    finally:  # robosuite sets it to egl, with which child processes could not import mujoco on every machine
-        os.environ.pop("MUJOCO_GL", None)
-        if before is not None:
-            os.environ["MUJOCO_GL"] = before
     with _quiet():
         assets = Path(get_assets_path())  # downloads them if they are not there
     if not (assets / "scenes").is_dir():
@@ -216,17 +185,6 @@ def _configure() -> None:
     paths = {name: str((root / path).resolve()) for name, path in _PATHS.items()}
     Path(folder, "config.yaml").write_text(yaml.safe_dump(paths))
     os.environ["LIBERO_CONFIG_PATH"] = folder
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """LIBERO draws from numpy's global generator, which gets its state back."""
-    before = np.random.get_state()
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        np.random.set_state(before)
 
 
 @contextlib.contextmanager

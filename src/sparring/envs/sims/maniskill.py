@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from sparring.envs.sims.arguments import camera_list, camera_spaces, check_depth, check_size, choice
 from sparring.envs.sims.replay import ReplayedEnv, pose_from_extrinsics
 from sparring.errors import UserError
 
@@ -63,12 +64,11 @@ class Task:
     def __post_init__(self):
         self.cameras = [self.cameras] if isinstance(self.cameras, str) else list(self.cameras)
         self.at_success = self.at_success or ("terminate" if self.reward == "sparse" else "truncate")
-        choices = {"state": ("full", "robot"), "reward": tuple(_REWARDS)}
-        for key, known in (choices | {"at_success": ("truncate", "terminate", "continue")}).items():
-            if getattr(self, key) not in known:
-                raise UserError(f"env.kwargs.{key}={getattr(self, key)!r}; expected {', '.join(known)}")
-        if self.depth and not self.cameras:
-            raise UserError("env.kwargs.depth=true needs env.kwargs.cameras")
+        choice("state", self.state, ("full", "robot"))
+        choice("reward", self.reward, _REWARDS)
+        choice("at_success", self.at_success, ("truncate", "terminate", "continue"))
+        check_size(self.image_size)
+        check_depth(self.depth, self.cameras)
 
     @property
     def instruction(self) -> str | None:
@@ -85,16 +85,17 @@ class Simulation:
     def __init__(self, task: Task, num_envs: int = 1, on_gpu: bool = False):
         self.task = task
         self.inner, self.limit = _make_inner(task, num_envs, on_gpu)
-        sensors = self.inner.scene.sensors
-        if wrong := [camera for camera in task.cameras if camera not in sensors]:
-            known = ", ".join(sensors) or "no cameras"
-            raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; {task.name} has {known}")
+        camera_list(task.cameras, self.inner.scene.sensors)
         space = self.inner.single_action_space
         # robot of an env -> its action space; a single robot has the name ""
         self._robots = dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
         low, high = (np.concatenate([getattr(each, end) for each in self._robots.values()]) for end in ("low", "high"))
         self.action_space = spaces.Box(low, high, dtype=np.float32)
-        self.state = self._read_state(self.inner.get_obs(), self.inner.get_info())  # [N, S]
+        info = self.inner.get_info()
+        self.reports_success = "success" in info  # some tasks have rewards only
+        if task.reward == "sparse" and not self.reports_success:
+            raise UserError(f"env.kwargs.reward=sparse: {task.name} reports no success; use dense")
+        self.state = self._read_state(self.inner.get_obs(), info)  # [N, S]
         self._drawn: dict[str, dict[str, Any]] = {}  # camera -> its images in the current state
 
     def reset(self, seed: int | None, options: dict | None = None) -> None:
@@ -177,7 +178,7 @@ def _make_inner(task: Task, num_envs: int, on_gpu: bool) -> tuple[Any, int | Non
             raise
         raise UserError(f"env.kwargs.control_mode: {error}") from None
     except RuntimeError as error:
-        if "rendering device" not in str(error):
+        if not any(part in str(error) for part in ("rendering device", "vk::")):
             raise
         raise UserError(f"{_VULKAN}; SAPIEN said: {error}") from None
     return env.unwrapped, registration.REGISTERED_ENVS[task.name].max_episode_steps
@@ -192,15 +193,11 @@ class ManiSkill(ReplayedEnv):
         self.max_episode_steps = self._simulation.limit
         self.action_space = self._simulation.action_space
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": self._inner.control_freq}
-        size = (task.image_size, task.image_size)
         shown: dict[str, spaces.Space] = {}
         shown["state"] = spaces.Box(-np.inf, np.inf, self._simulation.state.shape[1:], np.float32)
         if task.instruction is not None:
             shown["instruction"] = spaces.Text(task.text_length)
-        shown |= {camera: spaces.Box(0, 255, (*size, 3), np.uint8) for camera in task.cameras}
-        if task.depth:
-            shown |= {f"{camera}_depth": spaces.Box(0, np.inf, size, np.float32) for camera in task.cameras}
-        self.observation_space = spaces.Dict(shown)
+        self.observation_space = spaces.Dict(shown | camera_spaces(task.cameras, task.image_size, task.depth))
 
     def begin(self, seed: int) -> dict[str, Any]:
         self._succeeded = False
@@ -212,7 +209,8 @@ class ManiSkill(ReplayedEnv):
         self._succeeded |= bool(solved)
         terminated = bool(failed or solved and self._task.at_success == "terminate")
         truncated = bool(solved and self._task.at_success == "truncate")
-        return self._observed(), reward, terminated, truncated, {"success": self._succeeded}
+        info = {"success": self._succeeded} if self._simulation.reports_success else {}
+        return self._observed(), reward, terminated, truncated, info
 
     def render(self) -> np.ndarray:
         return self._inner.render_rgb_array()[0].numpy()

@@ -10,6 +10,7 @@ import numpy as np
 from sparring.contract import EnvSpec
 from sparring.envs.backend import Arrays, EpisodeSeeds, Step
 from sparring.envs.configs import GymConfig
+from sparring.envs.gym import ActionMap, cannot_be_created
 from sparring.envs.sims.maniskill import Simulation, Task
 from sparring.errors import UserError
 
@@ -29,18 +30,24 @@ class ManiSkillBatch:
         if config.roles or config.points or config.success_return is not None:
             without = "env.roles, env.points and env.success_return"
             raise UserError(f"{without} are not for env.vectorize=gpu; use serial or process")
-        self.num_envs, self._task = num_envs, Task(config.name.removeprefix(_PREFIX), **config.kwargs)
+        self.num_envs = num_envs
+        try:
+            self._task = Task(config.name.removeprefix(_PREFIX), **config.kwargs)
+        except TypeError as error:
+            raise UserError(cannot_be_created(config, error)) from None
         self._simulation = Simulation(self._task, num_envs, on_gpu=True)
         self._limit = max_episode_steps or self._simulation.limit or 0
-        box = self._simulation.action_space
-        bounded = np.isfinite(box.low) & np.isfinite(box.high)
-        self._low, self._high = np.where(bounded, box.low, -1.0), np.where(bounded, box.high, 1.0)
+        self._actions = ActionMap(self._simulation.action_space, config.name)
         self.spec = EnvSpec(
             observation=_observation(self._task, self._simulation.state.shape[1]),
-            action_dim=len(box.low),
+            action_dim=self._actions.dim,
             task_names=(config.name,),
             max_episode_steps=self._limit,
+            reports_success=self._simulation.reports_success,
             control_hz=float(self._simulation.inner.control_freq),
+            action_low=self._actions.low,
+            action_high=self._actions.high,
+            state_entries=(("state", self._simulation.state.shape[1]),),
         )
         self._seeds: EpisodeSeeds | None = None
         self._recorded: list[int] = []
@@ -64,7 +71,7 @@ class ManiSkillBatch:
         final = {key: np.zeros((*shape, *each), kind) for key, (each, kind) in self.spec.observation.items()}
         frames: dict[int, list[Any]] = {env: [] for env in self._recorded}
         # [N, C, A]: [-1, 1] -> the range of the env
-        scaled = (np.clip(action, -1, 1) + 1) / 2 * (self._high - self._low) + self._low
+        scaled = np.array(self._actions.decode(action))
         for k in range(chunk):
             running = ~(terminated | truncated)
             if not running.any():

@@ -2,7 +2,6 @@
 
 `metaworld:mt10` and `metaworld:mt50` draw one of 10 or 50 tasks for each episode; the instruction names it."""
 
-import functools
 import warnings
 from typing import Any, Literal
 
@@ -10,7 +9,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from sparring.envs.sims.mujoco import Cameras, camera_model, pose, restore_state, saved_state
+from sparring.envs.sims.arguments import choice
+from sparring.envs.sims.mujoco import Views, pose, restore_state, saved_state
 from sparring.errors import UserError
 
 INSTRUCTIONS = {
@@ -91,21 +91,13 @@ def make(
     state: Literal["full", "robot"] = "full",
     reward: Literal["dense", "sparse"] = "dense",
     depth: bool = False,
-    render_mode: str = "rgb_array",
 ) -> "MetaWorld":
     tasks = SETS.get(name, (name,))
     if unknown := [task for task in tasks if task not in INSTRUCTIONS]:
         raise UserError(f"env.name=metaworld:{unknown[0]} is unknown; expected mt10, mt50 or {', '.join(INSTRUCTIONS)}")
-    cameras = [cameras] if isinstance(cameras, str) else list(cameras)
-    if wrong := [camera for camera in cameras if camera not in CAMERAS]:
-        raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; Meta-World has {', '.join(CAMERAS)}")
-    if state not in ("full", "robot"):
-        raise UserError(f"env.kwargs.state={state!r}; expected full (with objects and goal) or robot")
-    if reward not in ("dense", "sparse"):
-        raise UserError(f"env.kwargs.reward={reward!r}; expected dense or sparse (1 at the first success, the end)")
-    if depth not in (True, False):
-        raise UserError(f"env.kwargs.depth={depth!r}; expected true or false")
-    return MetaWorld(tasks, cameras, int(image_size), state == "full", reward == "sparse", depth, render_mode)
+    choice("state", state, ("full", "robot"))
+    choice("reward", reward, ("dense", "sparse"))
+    return MetaWorld(tasks, cameras, image_size, state == "full", reward == "sparse", depth)
 
 
 class MetaWorld(gymnasium.Env):
@@ -114,16 +106,10 @@ class MetaWorld(gymnasium.Env):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 80}
     max_episode_steps = 500
+    render_mode = "rgb_array"
 
     def __init__(
-        self,
-        tasks: tuple[str, ...],
-        cameras: list[str],
-        image_size: int,
-        full: bool,
-        sparse: bool,
-        depth: bool,
-        render_mode: str,
+        self, tasks: tuple[str, ...], cameras: list[str] | str, size: int, full: bool, sparse: bool, depth: bool
     ):
         try:
             from metaworld.env_dict import ALL_V3_ENVIRONMENTS
@@ -133,18 +119,15 @@ class MetaWorld(gymnasium.Env):
         # its experts answer with actions above 1, which the env clips
         warnings.filterwarnings("ignore", message="Constant", module="metaworld")
         self._classes: Any = ALL_V3_ENVIRONMENTS
-        self._tasks, self._cameras, self._full = tasks, cameras, full
-        self.render_mode, self._size, self._sparse, self._depth = render_mode, image_size, sparse, depth
+        self._tasks, self._full, self._sparse = tasks, full, sparse
         self._envs: dict[str, Any] = {}  # task -> its env, made when it is first drawn
-        self._drawn: dict[tuple[str, int], Cameras] = {}
         self.task, self._succeeded = tasks[0], False
         self.action_space = self._env.action_space
         shown: dict[str, spaces.Space] = {"instruction": spaces.Text(64)}
         shown["state"] = spaces.Box(-np.inf, np.inf, (39 if full else len(_ROBOT),), np.float64)
-        shown |= {camera: spaces.Box(0, 255, (image_size, image_size, 3), np.uint8) for camera in cameras}
-        if depth:
-            shown |= {f"{camera}_depth": spaces.Box(0, np.inf, (image_size, image_size)) for camera in cameras}
-        self.observation_space = spaces.Dict(shown)
+        names, turns = {camera: camera for camera in CAMERAS}, {camera: (-1, -1) for camera in _UPSIDE_DOWN}
+        self._views = Views(lambda: (self.model, self.data), cameras, size, depth, names=names, turns=turns)
+        self.observation_space = spaces.Dict(shown | self._views.spaces())
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         super().reset(seed=seed)
@@ -169,10 +152,10 @@ class MetaWorld(gymnasium.Env):
         return np.clip(experts[self.task]().get_action(self._state), -1.0, 1.0).astype(np.float32)
 
     def render(self) -> np.ndarray:
-        return self._draw("corner2", _PICTURE)[0]
+        return self._views.draw("corner2", _PICTURE)[0]
 
     def camera_model(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        intrinsics, matrix = camera_model(self._env.model, self._env.data, name, self._size, self._size)
+        intrinsics, matrix = self._views.camera_model(name)
         # a camera that is turned by half a turn has x and y reversed
         return intrinsics, matrix * [-1, -1, 1, 1] if name in _UPSIDE_DOWN else matrix
 
@@ -181,9 +164,7 @@ class MetaWorld(gymnasium.Env):
         return pose(self._env.tcp_center, self._env.data.body("hand").xmat.reshape(3, 3))
 
     def close(self) -> None:
-        for cameras in self._drawn.values():
-            cameras.close()
-        self._drawn = {}
+        self._views.close()
 
     def get_state(self) -> dict[str, Any]:
         inner = saved_state(self._env.model, self._env.data, [self._env])
@@ -217,18 +198,5 @@ class MetaWorld(gymnasium.Env):
 
     def _observed(self, state: np.ndarray) -> dict[str, Any]:
         self._state = state
-        shown: dict[str, Any] = {"state": state if self._full else state[_ROBOT]}
-        for camera in self._cameras:
-            # one drawing has image and depth
-            draw = functools.cache(functools.partial(self._draw, camera, self._size))
-            shown[camera] = lambda draw=draw: draw()[0]
-            if self._depth:
-                shown[f"{camera}_depth"] = lambda draw=draw: draw()[1]
-        return {"instruction": INSTRUCTIONS[self.task], **shown}
-
-    def _draw(self, camera: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Image [size, size, 3] and depth [size, size]."""
-        if (self.task, size) not in self._drawn:
-            self._drawn[self.task, size] = Cameras(self._env.model, size, size)
-        image, depth = self._drawn[self.task, size].draw(self._env.data, camera)
-        return (image[::-1, ::-1], depth[::-1, ::-1]) if camera in _UPSIDE_DOWN else (image, depth)
+        state = state if self._full else state[_ROBOT]
+        return {"instruction": INSTRUCTIONS[self.task], "state": state, **self._views.observed()}

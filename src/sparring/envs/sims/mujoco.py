@@ -5,15 +5,16 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
+from sparring.envs.sims.arguments import camera_list, camera_spaces, check_depth, check_size
 from sparring.envs.tabletop.render.mujoco import windowless_gl
 from sparring.envs.tabletop.scene import load_mujoco
-from sparring.errors import UserError
 
 # what resets change in a model, e.g. the place of a door
 _MODEL = (
@@ -50,7 +51,7 @@ class Cameras:
     def __init__(self, model: Any, height: int, width: int, hidden: tuple[int, ...] = ()):
         import mujoco
 
-        self._mujoco, self._model = mujoco, model
+        self._mujoco, self.model = mujoco, model
         self._shape = (height, width, 3)
         self._gl = importlib.import_module(f"mujoco.{windowless_gl()}").GLContext(width, height)
         self._gl.make_current()
@@ -72,17 +73,17 @@ class Cameras:
         """Image uint8 [H, W, 3] and depth float32 [H, W] along the optical axis, metres; 0 where nothing is."""
         mujoco = self._mujoco
         view = mujoco.MjvCamera()
-        view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, self._model.camera(camera).id
+        view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, self.model.camera(camera).id
         self._gl.make_current()
         everything = mujoco.mjtCatBit.mjCAT_ALL
-        mujoco.mjv_updateScene(self._model, data, self._options, None, view, everything, self._scene)
+        mujoco.mjv_updateScene(self.model, data, self._options, None, view, everything, self._scene)
         pixels, depth = np.empty(self._shape, np.uint8), np.empty(self._shape[:2], np.float32)
         rectangle = mujoco.MjrRect(0, 0, self._shape[1], self._shape[0])
         mujoco.mjr_render(rectangle, self._scene, self._context)
         mujoco.mjr_readPixels(pixels, depth, rectangle, self._context)
         # the buffer has 1 at the near plane and 0 at the far one, linear in 1 / distance
-        planes = self._model.vis.map
-        near, far = planes.znear * self._model.stat.extent, planes.zfar * self._model.stat.extent
+        planes = self.model.vis.map
+        near, far = planes.znear * self.model.stat.extent, planes.zfar * self.model.stat.extent
         metres = near * far / (near + depth * (far - near))
         return pixels[::-1], np.where(depth > 0, metres, 0.0).astype(np.float32)[::-1]
 
@@ -109,29 +110,34 @@ def pose(position: np.ndarray, rotation: np.ndarray) -> np.ndarray:
 
 
 class Views:
-    """Cameras of one model as observations of a gymnasium env, each with its depth if `depth`. They are functions that
-    draw: only what is read is drawn. Geoms of the groups `hidden` are not drawn."""
+    """Cameras of a simulation as observations of a gymnasium env, each with its depth if `depth`. They are functions
+    that draw: only what is read is drawn. `simulation` returns the current model and its data; when the model changes,
+    what was made for the one before is freed."""
 
     def __init__(
-        self, model: Any, data: Any, cameras: list[str] | str, size: int, depth: bool, hidden: tuple[int, ...] = ()
+        self,
+        simulation: Callable[[], tuple[Any, Any]],
+        cameras: list[str] | str,
+        size: int,
+        depth: bool,
+        hidden: tuple[int, ...] = (),
+        names: Mapping[str, str] | None = None,
+        turns: Mapping[str, tuple[int, int]] | None = None,
     ):
-        self.cameras = [cameras] if isinstance(cameras, str) else list(cameras)
-        known = [model.camera(index).name for index in range(model.ncam)]
-        if wrong := [camera for camera in self.cameras if camera not in known]:
-            raise UserError(f"env.kwargs.cameras: '{wrong[0]}' is unknown; this env has {', '.join(known)}")
-        if depth not in (True, False):
-            raise UserError(f"env.kwargs.depth={depth!r}; expected true or false")
-        if not isinstance(size, int) or size < 8:
-            raise UserError(f"env.kwargs.image_size={size!r}; expected pixels, at least 8")
-        self._model, self._data, self._size, self._depth, self._hidden = model, data, size, depth, hidden
-        self._drawn: dict[int, Cameras] = {}
+        """Geoms of the groups `hidden` are not drawn. `names`: name of a camera here -> in the model. `turns`: camera
+        -> (rows, columns), -1 where they are reversed."""
+        if names is None:
+            model, _ = simulation()
+            names = {model.camera(index).name: model.camera(index).name for index in range(model.ncam)}
+        self.cameras = camera_list(cameras, names)
+        check_size(size)
+        check_depth(depth, self.cameras)
+        self._simulation, self._size, self._depth, self._hidden = simulation, size, depth, hidden
+        self._names, self._turns = names, turns or {}
+        self._drawn: dict[int, Cameras] = {}  # size -> its cameras
 
     def spaces(self) -> dict[str, spaces.Space]:
-        square = (self._size, self._size)
-        found: dict[str, spaces.Space] = {camera: spaces.Box(0, 255, (*square, 3), np.uint8) for camera in self.cameras}
-        if self._depth:
-            found |= {f"{camera}_depth": spaces.Box(0, np.inf, square) for camera in self.cameras}
-        return found
+        return camera_spaces(self.cameras, self._size, self._depth)
 
     def observed(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -145,17 +151,36 @@ class Views:
 
     def draw(self, camera: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Image [size, size, 3] and depth [size, size]."""
+        model, data = self._simulation()
+        if size in self._drawn and self._drawn[size].model is not model:
+            self._drawn.pop(size).close()
         if size not in self._drawn:
-            self._drawn[size] = Cameras(self._model, size, size, self._hidden)
-        return self._drawn[size].draw(self._data, camera)
+            self._drawn[size] = Cameras(model, size, size, self._hidden)
+        image, depth = self._drawn[size].draw(data, self._names[camera])
+        rows, columns = self._turns.get(camera, (1, 1))
+        return image[::rows, ::columns], depth[::rows, ::columns]
 
-    def camera_model(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        return camera_model(self._model, self._data, name, self._size, self._size)
+    def camera_model(self, camera: str) -> tuple[np.ndarray, np.ndarray]:
+        """(intrinsics, pose) of the camera in the model, without its turn."""
+        return camera_model(*self._simulation(), self._names[camera], self._size, self._size)
 
     def close(self) -> None:
         for cameras in self._drawn.values():
             cameras.close()
         self._drawn = {}
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """For simulators that draw from the global generators of Python and numpy, which get their states back."""
+    before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def saved_state(model: Any, data: Any, owners: list[Any]) -> dict[str, Any]:

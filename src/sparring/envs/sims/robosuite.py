@@ -4,8 +4,8 @@
 robosuite 1.5.2 and 1.4.1."""
 
 import contextlib
+import copy
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from sparring.envs.sims.mujoco import Views, pose, restore_state, saved_state, without_gl
+from sparring.envs.sims.arguments import choice
+from sparring.envs.sims.mujoco import Views, pose, restore_state, saved_state, seeded, without_gl
 from sparring.errors import UserError
 
 INSTRUCTIONS = {
@@ -40,6 +41,7 @@ INSTRUCTIONS = {
 }
 _LIMIT = 500  # steps of an episode
 _PICTURE = 256  # side of a video frame, pixels
+_PHYSICS_STEP = 0.002  # seconds
 _COLLISION = (0,)  # group of the shapes that only collide
 # observed twice, or accelerations, which are mostly noise
 _LEFT_OUT = ("joint_pos", "joint_acc", "eef_quat_site")
@@ -48,6 +50,7 @@ _STATEFUL = (
     *("robosuite.robots", "robosuite.controllers", "robosuite.models.grippers"),
     *("robosuite.utils.buffers", "robosuite.utils.ik_utils", "robosuite.utils.traj_utils"),
 )
+_FORCES = ("ee_force_bias", "ee_torque_bias")
 
 
 def make(name: str, **kwargs: Any) -> "Robosuite":
@@ -69,10 +72,9 @@ def create(
     reward: Literal["dense", "sparse"] = "dense",
     control_freq: float = 20,
 ) -> "Robosuite":
-    if state not in ("full", "robot"):
-        raise UserError(f"env.kwargs.state={state!r}; expected full (with objects) or robot")
-    if reward not in ("dense", "sparse"):
-        raise UserError(f"env.kwargs.reward={reward!r}; expected dense or sparse (1 at the first success, the end)")
+    choice("state", state, ("full", "robot"))
+    choice("reward", reward, ("dense", "sparse"))
+    _check_frequency(control_freq)
     suite = import_robosuite()
     robots = robots or (["Panda", "Panda"] if task.startswith("TwoArm") else ["Panda"])
     robots = [robots] if isinstance(robots, str) else list(robots)
@@ -81,16 +83,14 @@ def create(
         raise UserError(f"env.kwargs.robots: '{strange[0]}' is unknown; robosuite has {known}")
     with _seeded(0):  # sizes that are drawn once, with the model, are always the same
         inner = _make_inner(suite, task, robots, controller, reward == "dense", control_freq)
-    model, data = inner.sim.model._model, inner.sim.data._data
-    views = Views(model, data, cameras, image_size, depth, hidden=_COLLISION)
+    views = Views(lambda: _simulation(inner), cameras, image_size, depth, hidden=_COLLISION)
     has_expert = not is_old(suite) and (task, robots, controller or "OSC_POSE") == ("Lift", ["Panda"], "OSC_POSE")
-    kind = _Lift if has_expert else Robosuite
+    kind = _Lift if has_expert else _Wipe if task == "Wipe" else Robosuite
     return kind(inner, instruction, limit, views, state == "full", reward == "sparse")
 
 
 def import_robosuite() -> Any:
-    # it gives advice on import and at each reset
-    logging.getLogger("robosuite_logs").addFilter(lambda record: record.levelno >= logging.ERROR)
+    logging.getLogger("robosuite_logs").addFilter(_is_error)
     try:
         with without_gl():
             import robosuite
@@ -98,6 +98,26 @@ def import_robosuite() -> Any:
         how = "see docs/simulators.md for the commands that install robosuite 1.5.2"
         raise UserError(f"robosuite needs the package {error.name}; {how}") from None
     return robosuite
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    """robosuite gives advice on import and at each reset. A logger adds the same filter once."""
+    return record.levelno >= logging.ERROR
+
+
+def _check_frequency(hz: Any) -> None:
+    """robosuite cuts the period of an action to whole physics steps, and runs another frequency than it says."""
+    if isinstance(hz, bool) or not isinstance(hz, int | float) or not 0 < hz <= 1 / _PHYSICS_STEP:
+        raise UserError(f"env.kwargs.control_freq={hz!r}; expected actions per second, above 0 and at most 500")
+    steps = 1 / hz / _PHYSICS_STEP
+    if abs(steps - int(steps)) > 1e-9:
+        near = ", ".join(f"{500 / count:g}" for count in (int(steps) + 1, int(steps)))
+        why = "a period must be a whole number of physics steps of 2 ms"
+        raise UserError(f"env.kwargs.control_freq={hz!r}: {why}; the nearest are {near}")
+
+
+def _simulation(inner: Any) -> tuple[Any, Any]:
+    return inner.sim.model._model, inner.sim.data._data
 
 
 def _make_inner(
@@ -155,21 +175,16 @@ def _controllers(suite: Any, name: str, robots: list[str]) -> list[dict]:
 
 @contextlib.contextmanager
 def _seeded(seed: int, inner: Any = None) -> Iterator[None]:
-    """robosuite 1.5 has a generator of its own; 1.4 draws from the global ones, which get their state back."""
-    before = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    if hasattr(inner, "rng"):  # in place: its samplers hold it too
-        inner.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
-    try:
+    """robosuite 1.5 has a generator of its own; 1.4 draws from the global ones."""
+    with seeded(seed):
+        if hasattr(inner, "rng"):  # in place: its samplers hold it too
+            inner.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
         yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 class Robosuite(gymnasium.Env):
-    """Success: the task was solved at some step of the episode. With a sparse reward the episode ends there."""
+    """Success: the task was solved at some step of the episode. With a sparse reward the episode ends there. It also
+    ends where robosuite says so, as `Wipe` does when the arm touches the table."""
 
     def __init__(self, inner: Any, instruction: str, limit: int, views: Views, full: bool, sparse: bool):
         self.inner, self.instruction, self.max_episode_steps = inner, instruction, limit
@@ -191,12 +206,12 @@ class Robosuite(gymnasium.Env):
         return self._observed(), {}
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
-        _, reward, _, _ = self.inner.step(action)
+        _, reward, done, _ = self.inner.step(action)
         self._succeeded |= bool(self.inner._check_success())
-        ends = self._sparse and self._succeeded
+        solved = self._sparse and self._succeeded
         self._state = self._read_state()
-        reward = float(ends) if self._sparse else float(reward)
-        return self._observed(), reward, ends, False, {"success": self._succeeded}
+        reward = float(solved) if self._sparse else float(reward)
+        return self._observed(), reward, solved or bool(done), False, {"success": self._succeeded}
 
     def render(self) -> np.ndarray:
         return self._views.draw("agentview", _PICTURE)[0]
@@ -222,7 +237,7 @@ class Robosuite(gymnasium.Env):
 
     @property
     def _simulation(self) -> tuple[Any, Any]:
-        return self.inner.sim.model._model, self.inner.sim.data._data
+        return _simulation(self.inner)
 
     def _begin(self, seed: int) -> None:
         self._seed, self._succeeded = seed, False
@@ -232,8 +247,9 @@ class Robosuite(gymnasium.Env):
     def _read_state(self) -> np.ndarray:
         import mujoco
 
-        # positions belong to the joints before the last physics step
-        mujoco.mj_kinematics(*self._simulation)
+        # positions and cameras belong to the joints before the last physics step
+        for update in (mujoco.mj_kinematics, mujoco.mj_comPos, mujoco.mj_camlight):
+            update(*self._simulation)
         # twice: its own observations are as old as the first physics step of an env step, and some of them are made of
         # others, as they were at the update before
         self.inner._update_observables(force=True)
@@ -277,3 +293,19 @@ class _Lift(Robosuite):
         turn = np.cross(hand[:3, 2], [0, 0, -1])
         # 1 is 0.05 m or 0.5 rad
         return np.clip([*(30 * move), *(2 * turn), 1 if closes else -1], -1, 1).astype(np.float32)
+
+
+class _Wipe(Robosuite):
+    """It keeps a list of the markers that are wiped, and the forces on the hand before the first step."""
+
+    def get_state(self) -> dict[str, Any]:
+        wiped = [marker.root_body for marker in self.inner.wiped_markers]
+        forces = {name: copy.deepcopy(getattr(self.inner, name)) for name in _FORCES}
+        return super().get_state() | {"wiped": wiped, "forces": forces}
+
+    def set_state(self, saved: dict[str, Any]) -> None:
+        super().set_state(saved)
+        markers = {marker.root_body: marker for marker in self.inner.model.mujoco_arena.markers}
+        self.inner.wiped_markers = [markers[name] for name in saved["wiped"]]
+        for name, value in saved["forces"].items():
+            setattr(self.inner, name, value)

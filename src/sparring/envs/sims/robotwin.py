@@ -5,6 +5,7 @@ RoboTwin is a repository, not a package. This module is written against its comm
 in worker processes; each worker has its folder and its GPU before it imports anything of RoboTwin."""
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ import numpy as np
 import yaml
 from gymnasium import spaces
 
+from sparring.envs.sims.arguments import check_depth, choice
 from sparring.envs.sims.replay import ReplayedEnv, pose_from_extrinsics
 from sparring.envs.workers import WORKER
 from sparring.errors import UserError
@@ -39,9 +41,9 @@ def make(
 ) -> "RoboTwin":
     """`delta`: the largest joint displacement of an action of delta_qpos, radians. `settings` replace those of the task
     config; only `ee` loads the motion planner."""
-    if control_mode not in _MODES:
-        raise UserError(f"env.kwargs.control_mode={control_mode!r}; expected {', '.join(_MODES)}")
-    folder = Path(root or os.environ.get("ROBOTWIN_ROOT", "")).expanduser().resolve()
+    choice("control_mode", control_mode, _MODES)
+    check_depth(depth, cameras)
+    folder = _resolved(root or os.environ.get("ROBOTWIN_ROOT", ""))
     if not (folder / "envs" / "_base_task.py").is_file():
         clone = (
             "git clone https://github.com/RoboTwin-Platform/RoboTwin, and set env.kwargs.root or ROBOTWIN_ROOT to it"
@@ -70,6 +72,12 @@ def make(
         _without_planner(importlib.import_module("envs.robot.robot"))
     cameras = [cameras] if isinstance(cameras, str) else list(cameras)
     return RoboTwin(task(), arguments, limit, instruction, cameras, depth, control_mode, float(delta))
+
+
+@functools.cache
+def _resolved(root: str) -> Path:
+    """Remembered: the first robot of a worker changes the folder to which a relative path belongs."""
+    return Path(root).expanduser().resolve()
 
 
 def _choose_gpu() -> None:

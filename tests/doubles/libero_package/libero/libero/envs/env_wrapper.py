@@ -37,9 +37,16 @@ class ControlEnv:
         assert not use_camera_obs and not has_offscreen_renderer and ignore_done
         self.bddl, self.controller = bddl_file_name, controller
         self.env = SimpleNamespace(action_spec=(-np.ones(7), np.ones(7)))
-        self.sim = SimpleNamespace(model=SimpleNamespace(_model="model"), data=SimpleNamespace(_data="data"))
+        self.hard_reset = hard_reset
+        self._make_simulation()
+
+    def _make_simulation(self):
+        model = object()
+        self.sim = SimpleNamespace(model=SimpleNamespace(_model=model), data=SimpleNamespace(_data=model))
 
     def reset(self):
+        if self.hard_reset:
+            self._make_simulation()
         self.hand, self.object, self.idle = 0.0, np.random.rand(), 0
         return self._found()
 
