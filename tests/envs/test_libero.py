@@ -179,6 +179,18 @@ def test_cameras_are_the_right_way_round(package):
         assert one.render().shape == (256, 256, 3)
 
 
+def test_cameras_of_a_former_model_are_closed(package, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Drawn, "close", lambda self: closed.append(self.model))
+    one, models = robot(cameras=[]), []
+    for seed in range(3):
+        one.reset(seed)  # makes a new model, as LIBERO does
+        one.render()
+        one.render()
+        models.append(one.env._simulation[0])
+    assert closed == models[:2] and len(set(map(id, models))) == 3
+
+
 def test_mirrored_cameras_see_the_same_points(package):
     import mujoco
 

@@ -99,6 +99,9 @@ def test_sets_draw_a_task_for_each_episode():
         ("reach-v2", {}, "metaworld:reach-v2 is unknown; expected mt10, mt50 or assembly-v3"),
         ("reach-v3", {"cameras": ["head"]}, "'head' is unknown; this env has topview"),
         ("reach-v3", {"state": "images"}, "state='images'; expected full"),
+        ("reach-v3", {"depth": True}, "depth=true needs env.kwargs.cameras"),
+        ("reach-v3", {"image_size": 5000}, "image_size=5000; expected a whole number of pixels, 8 to 4096"),
+        ("reach-v3", {"render_mode": "human"}, "unexpected keyword argument 'render_mode'"),
         ("reach-v3", {"view": 1}, "unexpected keyword argument 'view'"),
     ],
 )
@@ -119,6 +122,30 @@ def test_only_the_frames_of_decisions_are_drawn():
     one.step([np.zeros(4, np.float32)] * 4, np.zeros(4))
     one.write(arrays, 0)
     assert drawn == ["corner2", "gripperPOV"] * 2 and arrays["image/gripperPOV"].max() == 4
+
+
+def test_sets_keep_the_cameras_of_one_task_alone(monkeypatch):
+    made, closed = [], []
+
+    class Drawn:
+        def __init__(self, model, height, width, hidden):
+            self.model = model
+            made.append(model)
+
+        def draw(self, data, camera):
+            return np.zeros((48, 48, 3), np.uint8), np.zeros((48, 48))
+
+        def close(self):
+            closed.append(self.model)
+
+    monkeypatch.setattr("sparring.envs.sims.mujoco.Cameras", Drawn)
+    one, models = robot("mt10", cameras="topview", image_size=48), []
+    for seed in range(6):
+        one.reset(seed)
+        one._observation["topview"]()
+        models.append(one.env.model)
+    changes = [model for k, model in enumerate(models) if k == 0 or model is not models[k - 1]]
+    assert len(changes) > 2 and made == changes and closed == changes[:-1]
 
 
 CORNERS = ["corner", "corner2", "corner3", "corner4"]

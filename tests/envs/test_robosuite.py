@@ -1,5 +1,6 @@
 """robosuite through its adapter: observations, success, cameras, point clouds, exact states, the expert of Lift."""
 
+import logging
 import random
 
 import numpy as np
@@ -72,6 +73,47 @@ def test_a_restored_state_continues_bit_identically(name, kwargs):
     play(other, 7, seed=2)
     other.set_state(saved)
     assert play(other, 50, seed=1) == expected
+
+
+def test_a_restored_state_of_wipe_has_the_markers_that_are_wiped():
+    one, other, reward = robot("Wipe"), robot("Wipe"), np.zeros((2, 10))
+    one.reset(1)
+    inner = one.env.inner
+    inner.wiped_markers += inner.model.mujoco_arena.markers[3:5]
+    down = np.array([0, 0, -1, 0, 0, 0], np.float32)
+    for _ in range(12):  # down to the table: the reward has the force
+        one.step([down], reward[0])
+    other.set_state(one.state())
+    wiped = [marker.root_body for marker in inner.wiped_markers]
+    assert len(wiped) >= 2 and [marker.root_body for marker in other.env.inner.wiped_markers] == wiped
+    for each, rewards in zip((one, other), reward, strict=True):
+        for step in range(10):
+            each.step([down], rewards[step : step + 1])
+    assert reward[0].tolist() == reward[1].tolist() and len(set(reward[0])) > 5
+
+
+def test_wipe_ends_where_robosuite_ends_it(monkeypatch):
+    one = robot("Wipe")
+    one.reset(1)
+    still = [np.zeros(6, np.float32)]
+    assert one.step(still, np.zeros(1))[1:] == (False, False, False)
+    monkeypatch.setattr(one.env.inner, "_check_terminated", lambda: True)
+    assert one.step(still, np.zeros(1))[1:] == (True, False, False)
+
+
+def test_cameras_on_the_hand_are_of_the_latest_step():
+    one = robot()
+    one.reset(1)
+    one.step([np.array([1, 1, -1, 0, 0, 0, 1], np.float32)] * 5, np.zeros(5))
+    _, seen = one.env.camera_model("robot0_eye_in_hand")
+    mujoco.mj_forward(*one.env._simulation)
+    assert np.allclose(one.env.camera_model("robot0_eye_in_hand")[1], seen, rtol=0, atol=1e-12)
+
+
+def test_robosuite_logs_have_one_filter():
+    before = len(logging.getLogger("robosuite_logs").filters)
+    import_robosuite()
+    assert len(logging.getLogger("robosuite_logs").filters) == before
 
 
 def test_starts_depend_on_the_seed_alone():
@@ -199,7 +241,12 @@ def test_only_the_frames_of_decisions_are_drawn():
         ("Lift", {"cameras": "head"}, "'head' is unknown; this env has frontview, birdview, agentview"),
         ("Lift", {"state": "images"}, "state='images'; expected full"),
         ("Lift", {"reward": "shaped"}, "reward='shaped'; expected dense"),
-        ("Lift", {"image_size": 2}, "image_size=2; expected pixels"),
+        ("Lift", {"image_size": 2}, "image_size=2; expected a whole number of pixels, 8 to 4096"),
+        ("Lift", {"image_size": 64.0}, "image_size=64.0; expected a whole number"),
+        ("Lift", {"depth": True}, "depth=true needs env.kwargs.cameras"),
+        ("Lift", {"control_freq": 1000}, "control_freq=1000; expected actions per second, above 0 and at most 500"),
+        ("Lift", {"control_freq": 333}, "control_freq=333: .* the nearest are 250, 500"),
+        ("Lift", {"control_freq": "20"}, "control_freq='20'; expected actions"),
         ("Lift", {"view": 1}, "unexpected keyword argument 'view'"),
     ],
 )

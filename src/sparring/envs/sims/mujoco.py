@@ -193,7 +193,9 @@ def saved_state(model: Any, data: Any, owners: list[Any]) -> dict[str, Any]:
     own = []
     for owner in owners:
         own.append({name: value for name, value in vars(owner).items() if _is_plain(value) and name != "render_mode"})
-    return {"simulation": simulation, "model": {name: getattr(model, name).copy() for name in _MODEL}, "own": own}
+    changed = {name: getattr(model, name).copy() for name in _MODEL}
+    # sensors of forces are of the step before, and simulators read them in the next one
+    return {"simulation": simulation, "sensors": data.sensordata.copy(), "model": changed, "own": own}
 
 
 def restore_state(model: Any, data: Any, owners: list[Any], saved: dict[str, Any]) -> None:
@@ -205,6 +207,7 @@ def restore_state(model: Any, data: Any, owners: list[Any], saved: dict[str, Any
     mujoco.mj_forward(model, data)
     # again: mj_forward has changed qacc_warmstart
     mujoco.mj_setState(model, data, saved["simulation"], mujoco.mjtState.mjSTATE_INTEGRATION)
+    data.sensordata[:] = saved["sensors"]
     for owner, plain in zip(owners, saved["own"], strict=True):
         vars(owner).update(plain)
 
