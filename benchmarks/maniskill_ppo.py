@@ -67,7 +67,8 @@ def train_sparring(args) -> dict:
     run = Run(config, quiet=True)
     log = folder / "judged.json"
     record = json.loads(log.read_text()) if log.is_file() else {"seconds": 0.0, "cpu_seconds": 0.0, "curve": []}
-    judged = make_env(config.env.model_copy(update={"kwargs": {"at_success": "continue"}}), 1, LIMIT)
+    kwargs = config.env.kwargs | {"at_success": "continue"}
+    judged = make_env(config.env.model_copy(update={"kwargs": kwargs}), 1, LIMIT)
     policy, progress, deadline = run.phase.policy, run.phase.progress, time.time() + 60 * args.minutes
     while True:
         started, used = time.time(), _cpu_seconds()

@@ -33,6 +33,8 @@ class Problem:
     # settings of RL that differ from the recipe
     finetuning: tuple[str, ...] = ()
     noise: float = 0.0
+    # RL ends after this training time, also before its last step
+    hours: float = float("inf")
 
     @property
     def is_built_in(self) -> bool:
@@ -107,7 +109,8 @@ class Stages:
         self._print(f"imitated: {record['imitated']}")
 
     def _fine_tune(self, record: dict) -> bool:
-        """Train until the last step or until the minutes are over; return whether it finished."""
+        """Train until the last step or until the hours of the problem or the minutes of this call are over; return
+        whether it finished. Hours are training time, of all calls together."""
         from sparring.runs.run import Run
 
         every = self.problem.evaluate_every
@@ -115,13 +118,14 @@ class Stages:
         fixed.append(f"training.total_timesteps={self.problem.steps}")
         run = Run(self.load(self.finetuning, [*fixed, *self.problem.finetuning], ("imitate.",)), quiet=True)
         progress, deadline = run.phase.progress, time.time() + 60 * self.minutes
-        while run.fraction < 1 and time.time() < deadline:
+        limit = 3600 * self.problem.hours
+        while run.fraction < 1 and record["seconds"] < limit and time.time() < deadline:
             started = time.perf_counter()
             metrics = run.phase.step(run.fraction)
             record["seconds"] += time.perf_counter() - started
             self._print(f"{progress.env_steps:,} { {k: round(metrics[k], 4) for k in PRINTED if k in metrics} }")
             due = (record["curve"][-1]["steps"] if record["curve"] else 0) // every + 1
-            if progress.env_steps >= due * every or run.fraction >= 1:
+            if progress.env_steps >= due * every or run.fraction >= 1 or record["seconds"] >= limit:
                 point = {"steps": progress.env_steps, "seconds": round(record["seconds"], 1)}
                 record["curve"].append(point | self.judge(run.phase.policy, run.config))
                 self._print(record["curve"][-1])
@@ -130,7 +134,7 @@ class Stages:
         run.save()
         report.write_json(self.folder / "judged.json", record)
         record["steps"] = progress.env_steps
-        return run.fraction >= 1
+        return run.fraction >= 1 or record["seconds"] >= limit
 
     def _print(self, what) -> None:
         print(f"{self.name} seed {self.seed}: {what}", flush=True)
@@ -159,7 +163,7 @@ def run(args, kind: str, name: str, problem: Problem, configs: tuple[str, str], 
     if not outcome["done"]:
         print("not finished, so not stored: the same call goes on (with more --minutes)")
     elif not args.set:
-        report.keep_run(results, RUNS, outcome)
+        report.keep_run(results, args.runs, outcome)
 
 
 def print_summary(results: Path, summary: Callable) -> None:
