@@ -7,7 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from sparring.envs.configs import TabletopConfig
 from sparring.envs.tabletop.arm import Kinematics
+from sparring.envs.tabletop.backend import Tabletop
 from sparring.envs.tabletop.render import mujoco as mujoco_render
 from sparring.envs.tabletop.render.renderer import GOAL, OBJECTS, Renderer
 from sparring.envs.tabletop.scene import HOME, Marker, Part, Scene
@@ -88,13 +90,25 @@ except UserError as error:
     environment = {**os.environ, "MUJOCO_GL": "no_such_gl"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.startswith("MUJOCO_GL=no_such_gl does not work here ("), done.stderr
-    assert "env.video_renderer=builtin" in done.stdout and "MUJOCO_GL=egl" in done.stdout
+    assert "unset it" in done.stdout and "MUJOCO_GL=egl" in done.stdout
 
 
 def test_the_error_without_gl_names_packages_to_install(model, monkeypatch):
+    probes, run = [], subprocess.run
     monkeypatch.setattr(mujoco_render, "_WINDOWLESS", ("no_such_module",))
-    mujoco_render.windowless_gl.cache_clear()
-    with pytest.raises(UserError, match="libegl1 libgl1.*libosmesa6"):
-        mujoco_render.MujocoRenderer(model)
-    # the failure is not cached: the next call tries again
-    assert mujoco_render.windowless_gl.cache_info().currsize == 0
+    monkeypatch.setattr(subprocess, "run", lambda *given, **more: probes.append(given) or run(*given, **more))
+    mujoco_render._working_gl.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match="drawing needs OpenGL by EGL or OSMesa.*libegl1 libgl1.*osmesa6"
+            ) as raised:
+                mujoco_render.windowless_gl()
+        assert "env." not in str(raised.value)  # adapters of other simulators draw with it too
+        with pytest.raises(
+            UserError, match="env.video_renderer=mujoco: drawing needs .* set env.video_renderer=builtin"
+        ):
+            Tabletop(TabletopConfig(video_renderer="mujoco"), 1)
+        assert len(probes) == 1  # a probe takes seconds
+    finally:
+        mujoco_render._working_gl.cache_clear()

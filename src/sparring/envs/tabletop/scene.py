@@ -202,7 +202,7 @@ def load_mujoco():
         # PyOpenGL raises AttributeError
         if unset or (isinstance(error, ModuleNotFoundError) and error.name == "mujoco"):
             raise
-        advice = "unset it (env.video_renderer=builtin needs no GL), or install EGL and set MUJOCO_GL=egl"
+        advice = "unset it, or install EGL and set MUJOCO_GL=egl"
         raise UserError(f"MUJOCO_GL={os.environ['MUJOCO_GL']} does not work here ({error}); {advice}") from None
 
     if unset:

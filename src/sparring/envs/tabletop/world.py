@@ -10,6 +10,7 @@ from sparring.envs.backend import Arrays, Picture
 from sparring.envs.tabletop.arm import Kinematics
 from sparring.envs.tabletop.scene import ARM_JOINTS, FINGERS, SCREEN, SUBSTEPS, Scene, load_mujoco
 from sparring.envs.tabletop.tasks.base import Start
+from sparring.errors import UserError
 
 _ARM = ARM_JOINTS + FINGERS
 
@@ -22,7 +23,10 @@ class World:
         if video_renderer == "mujoco":
             from sparring.envs.tabletop.render.mujoco import windowless_gl
 
-            windowless_gl()
+            try:
+                windowless_gl()
+            except UserError as error:
+                raise UserError(f"env.video_renderer=mujoco: {error}; or set env.video_renderer=builtin") from None
         kinds = list(dict.fromkeys(scenes))
         self._group = np.array([kinds.index(scene) for scene in scenes])
         self._local = np.zeros(len(scenes), np.int64)

@@ -99,9 +99,17 @@ class MujocoRenderer:
         return pixels[::-1]
 
 
-@functools.cache
 def windowless_gl() -> str:
-    """The module of mujoco that can create a GL context. Tried in another process: a failed import has side effects."""
+    """The module of mujoco that can create a GL context."""
+    if (name := _working_gl()) is None:
+        install = "install one (apt install libegl1 libgl1, or apt install libosmesa6)"
+        raise UserError(f"drawing needs OpenGL by EGL or OSMesa, and neither works here; {install}")
+    return name
+
+
+@functools.cache
+def _working_gl() -> str | None:
+    """Tried in another process, because a failed import has side effects; once, as it takes seconds."""
     for name in _WINDOWLESS:
         probe = [sys.executable, "-P", "-c", _PROBE.format(name=name)]
         try:
@@ -109,5 +117,4 @@ def windowless_gl() -> str:
                 return name
         except subprocess.TimeoutExpired:
             continue
-    install = "install one (apt install libegl1 libgl1, or apt install libosmesa6), or set env.video_renderer=builtin"
-    raise UserError(f"env.video_renderer=mujoco needs OpenGL by EGL or OSMesa, and neither works here; {install}")
+    return None
