@@ -156,7 +156,7 @@ def test_only_the_frames_of_decisions_are_drawn():
     ("name", "kwargs", "message"),
     [
         ("PickCube-v9", {}, "maniskill:PickCube-v9 is unknown; ManiSkill has .*PickCube-v1"),
-        ("PickCube-v1", {"cameras": ["head"]}, "'head' is unknown; PickCube-v1 has base_camera"),
+        ("PickCube-v1", {"cameras": ["head"]}, "'head' is unknown; this env has base_camera"),
         ("PickCube-v1", {"state": "images"}, "state='images'; expected full or robot"),
         ("PickCube-v1", {"control_mode": "hand"}, "control_mode: hand not in supported modes"),
         ("PickCube-v1", {"depth": True}, "depth=true needs env.kwargs.cameras"),

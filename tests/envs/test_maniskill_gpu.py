@@ -12,6 +12,7 @@ from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
 from sparring.envs.env import make_env
 from sparring.envs.sims import maniskill
+from sparring.envs.sims.maniskill import ManiSkill, Task
 from sparring.envs.sims.maniskill_gpu import ManiSkillBatch
 from sparring.errors import UserError
 
@@ -50,6 +51,26 @@ def test_vectorize_gpu_makes_one_env_of_all_robots(made):
     assert env.spec.observation == {"state": ((2,), "float32"), "instruction": ((256,), "uint8")}
     td = env.reset(0)
     assert text_of(td["observation", "instruction"][2].numpy()) == "lift the cube to the goal"
+
+
+def test_actions_and_states_are_described_as_on_the_cpu(made):
+    spec = batch().spec
+    assert (spec.action_low, spec.action_high) == ((-2.0,), (2.0,))
+    assert spec.state_entries == (("state", 2),) and spec.reports_success
+
+
+def test_a_task_without_success_reports_none(made, monkeypatch):
+    monkeypatch.setattr(BaseEnv, "get_info", lambda self: {})
+    monkeypatch.setattr(BaseEnv, "step", lambda self, action: (self.get_obs(), self.x, self.x > 9, None, {}))
+    one = batch(2)
+    assert not one.spec.reports_success
+    one.reset(EpisodeSeeds(0))
+    assert not one.step(chunk([1.2], [1.2])).success.any()
+    alone = ManiSkill(Task("PickCube-v1"))
+    alone.reset(seed=0)
+    assert alone.step(np.ones(1, np.float32))[4] == {}
+    with pytest.raises(UserError, match="reward=sparse: PickCube-v1 reports no success; use dense"):
+        batch(reward="sparse")
 
 
 def test_robots_move_by_scaled_actions_until_their_episodes_end(made):
@@ -142,6 +163,11 @@ def test_videos_show_the_steps_of_a_robot(made):
             {"name": "maniskill:PickCube-v1", "roles": {"state": "ignore"}},
             "env.roles, env.points and env.success_return are not",
         ),
+        (
+            {"name": "maniskill:PickCube-v1", "kwargs": {"bogus": 1}},
+            "maniskill:PickCube-v1 cannot be created with env.kwargs={'bogus': 1}: .*'bogus'",
+        ),
+        ({"name": "maniskill:PickCube-v1", "kwargs": {"depth": True}}, "depth=true needs env.kwargs.cameras"),
         (
             {"name": "maniskill:PickCube-v1", "kwargs": {"cameras": "top"}},
             "'top' is unknown; this env has base_camera",

@@ -104,6 +104,12 @@ def test_each_worker_gets_one_gpu(monkeypatch, visible, number, rank, ranks, exp
         assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
+def test_a_relative_root_also_serves_the_second_robot_of_a_worker(worker, monkeypatch):
+    monkeypatch.chdir(DOUBLE.parent)
+    for _ in range(2):  # the first one changes the folder
+        assert robot(root=DOUBLE.name, cameras=[]).spec.action_dim == 4
+
+
 def test_gpus_are_counted_if_none_are_selected(monkeypatch, tmp_path):
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
