@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import flow_gain
 import pytest
@@ -39,3 +40,32 @@ def test_an_unfinished_run_is_not_stored_and_replaces_nothing(run_benchmark, cap
 
 def test_a_run_with_other_settings_is_not_stored(run_benchmark):
     assert run_benchmark(RUN | {"done": True}, "--set", "ppo.gamma=0.9") == {}
+
+
+def test_a_problem_with_a_limit_of_hours_is_finished_there(tmp_path, monkeypatch):
+    class Run:
+        """A quarter of an hour of training an update, on a clock of its own."""
+
+        def __init__(self, config, quiet):
+            self.phase, self.fraction, self.config, self.updates = self, 0.0, config, 0
+            self.progress, self.policy = SimpleNamespace(env_steps=0), None
+
+        def step(self, fraction):
+            clock.append(clock[-1] + 900)
+            self.progress.env_steps += 100
+            return {}
+
+        def save(self):
+            pass
+
+    clock = [0.0]
+    monkeypatch.setattr("sparring.runs.run.Run", Run)
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: clock[-1])
+    monkeypatch.setattr(stages.Stages, "load", lambda *given: None)
+    problem = stages.Problem(("gym:A",), [], 1, 10_000, evaluate_every=200, hours=1)
+    one = stages.Stages("a", problem, "b", "c", lambda *given: RATE, 0, tmp_path, 1e6, 1, "cpu", [])
+    record = {"seconds": 0.0, "curve": []}
+    assert one._fine_tune(record) and record["seconds"] == 3600
+    assert [point["steps"] for point in record["curve"]] == [200, 400]
+    # a repeated call trains no more
+    assert one._fine_tune(record) and clock[-1] == 3600
