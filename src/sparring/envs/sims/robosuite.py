@@ -184,7 +184,7 @@ def _seeded(seed: int, inner: Any = None) -> Iterator[None]:
 
 class Robosuite(gymnasium.Env):
     """Success: the task was solved at some step of the episode. With a sparse reward the episode ends there. It also
-    ends where robosuite says so, as `Wipe` does when the arm touches the table."""
+    ends where robosuite says so, as `Wipe` does when the arm collides."""
 
     def __init__(self, inner: Any, instruction: str, limit: int, views: Views, full: bool, sparse: bool):
         self.inner, self.instruction, self.max_episode_steps = inner, instruction, limit
