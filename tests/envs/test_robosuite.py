@@ -259,7 +259,7 @@ def test_check_finds_nothing_wrong_and_the_instruction_is_observed(capsys):
     assert main(["check", "robosuite:Stack", "rollout.max_episode_steps=8"]) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
     assert "role of 'state': Box [55] float64 -> state, 55 numbers" in printed
-    assert "the same seed gives the same trajectories" in printed
+    assert "the same seed and actions give the same trajectories" in printed
     backend = SerialBackend(GymConfig(name="robosuite:Stack", kwargs={"control_freq": 10}), 1)
     shown = backend.reset(EpisodeSeeds(0))
     assert text_of(shown["instruction"][0]) == INSTRUCTIONS["Stack"] and backend.spec.control_hz == 10
