@@ -94,14 +94,6 @@ class Cameras:
         self._gl.free()
 
 
-def camera_model(model: Any, data: Any, camera: str, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Intrinsics [3, 3] in pixels and pose [4, 4] of a camera with a field of view, as points.point_clouds has them."""
-    focal = height / (2 * np.tan(np.deg2rad(model.camera(camera).fovy[0]) / 2))
-    intrinsics = np.array([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
-    # MuJoCo's cameras look along -z with y up
-    return intrinsics, pose(data.camera(camera).xpos, data.camera(camera).xmat.reshape(3, 3) * [1, -1, -1])
-
-
 def pose(position: np.ndarray, rotation: np.ndarray) -> np.ndarray:
     """[4, 4]."""
     matrix = np.eye(4)
@@ -161,8 +153,14 @@ class Views:
         return image[::rows, ::columns], depth[::rows, ::columns]
 
     def camera_model(self, camera: str) -> tuple[np.ndarray, np.ndarray]:
-        """(intrinsics, pose) of the camera in the model, without its turn."""
-        return camera_model(*self._simulation(), self._names[camera], self._size, self._size)
+        """Intrinsics [3, 3] in pixels and pose [4, 4] of the camera in the model, without its turn, as
+        points.point_clouds has them."""
+        model, data = self._simulation()
+        name, side = self._names[camera], self._size
+        focal = side / (2 * np.tan(np.deg2rad(model.camera(name).fovy[0]) / 2))
+        intrinsics = np.array([[focal, 0, side / 2], [0, focal, side / 2], [0, 0, 1]])
+        # MuJoCo's cameras look along -z with y up
+        return intrinsics, pose(data.camera(name).xpos, data.camera(name).xmat.reshape(3, 3) * [1, -1, -1])
 
     def close(self) -> None:
         for cameras in self._drawn.values():
