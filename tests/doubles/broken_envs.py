@@ -1,5 +1,6 @@
 """A healthy gymnasium env and a healthy Backend, and the same ones with one fault each, for `sparring check`."""
 
+import mmap
 import multiprocessing
 import os
 import subprocess
@@ -396,7 +397,10 @@ class Slow(Healthy):
 
 class KeepsAll(Healthy):
     def step(self, action):
-        self.kept = [*getattr(self, "kept", []), np.ones(5000)]
+        # pages of its own: a heap with free space from other tests would not grow
+        block = mmap.mmap(-1, 2**16, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block.write(b"x" * 2**16)
+        self.kept = [*getattr(self, "kept", []), block]
         return super().step(action)
 
 

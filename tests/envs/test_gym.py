@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from sparring.envs.backend import EpisodeSeeds
 from sparring.envs.configs import GymConfig
-from sparring.envs.gym import GymRobot, _ActionMap, pack, unpack
+from sparring.envs.gym import ActionMap, GymRobot, pack, unpack
 from sparring.envs.gym_batch import SerialBackend
 from sparring.errors import UserError
 
@@ -44,35 +44,35 @@ def test_spec_of_known_envs():
 
 def test_box_actions_are_clipped_then_mapped_onto_the_bounds():
     space = spaces.Box(np.array([0, -2, -np.inf], np.float32), np.array([10, 2, np.inf], np.float32))
-    actions = _ActionMap(space, "test")
+    actions = ActionMap(space, "test")
     # [N=1, C=3, A=3]
     ours = np.array([[[-1, 0.5, 0.25], [0, 3, 9], [1, -1, -0.5]]], np.float32)
     assert np.array(actions.decode(ours)[0]).tolist() == [[0, 1, 0.25], [5, 2, 1], [10, -2, -0.5]]
-    shaped = _ActionMap(spaces.Box(-1, 1, (2, 3)), "test").decode(np.zeros((4, 5, 6), np.float32))
+    shaped = ActionMap(spaces.Box(-1, 1, (2, 3)), "test").decode(np.zeros((4, 5, 6), np.float32))
     assert np.shape(shaped) == (4, 5, 2, 3) and shaped[0][0].dtype == np.float32
     with pytest.raises(ValueError, match="action for test holds NaN or inf"):
         actions.decode(ours * np.nan)
 
 
 def test_discrete_actions_are_rounded_and_checked():
-    actions = _ActionMap(spaces.Discrete(3, start=5), "test")
+    actions = ActionMap(spaces.Discrete(3, start=5), "test")
     assert actions.decode(np.array([[[0.0], [1.6]], [[1.0], [0.4]]], np.float32)) == [[5, 7], [6, 5]]
     for wrong in (3.0, -1.0, np.nan):
         with pytest.raises(ValueError, match=r"of test is not an index in 0\.\.2"):
             actions.decode(np.full((1, 1, 1), wrong, np.float32))
     with pytest.raises(ValueError, match="action space .* is not supported; expected a Box, Discrete"):
-        _ActionMap(spaces.Text(3), "test")
+        ActionMap(spaces.Text(3), "test")
 
 
 def test_several_discrete_actions_are_one_index_over_their_combinations():
-    actions = _ActionMap(spaces.MultiDiscrete([2, 3], start=[0, 5]), "test")
+    actions = ActionMap(spaces.MultiDiscrete([2, 3], start=[0, 5]), "test")
     assert (actions.dim, actions.discrete) == (1, 6)
     decoded = np.array(actions.decode(np.arange(6, dtype=np.float32).reshape(1, 6, 1))[0])
     assert decoded.tolist() == [[0, 5], [0, 6], [0, 7], [1, 5], [1, 6], [1, 7]]
-    buttons = _ActionMap(spaces.MultiBinary(3), "test")
+    buttons = ActionMap(spaces.MultiBinary(3), "test")
     assert buttons.discrete == 8 and np.array(buttons.decode(np.float32([[[5]]]))[0]).tolist() == [[1, 0, 1]]
     with pytest.raises(ValueError, match="1000000 combinations, at most 4096"):
-        _ActionMap(spaces.MultiDiscrete([100, 100, 100]), "test")
+        ActionMap(spaces.MultiDiscrete([100, 100, 100]), "test")
 
 
 def test_shape_of_actions_is_checked():
