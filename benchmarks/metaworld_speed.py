@@ -2,8 +2,8 @@
 
     python benchmarks/metaworld_speed.py [--quick]
 
-`state`: 8 robots on as many workers as cores, compared with one bare simulator per core (the limit) and with
-AsyncVectorEnv. `camera`: with one 64 px camera and decisions of 4 control steps; Sparring draws the frames that a
+`state`: 16 robots (the default) on as many workers as cores, compared with one bare simulator per core (the limit) and
+with AsyncVectorEnv. `camera`: with one 64 px camera and decisions of 4 control steps; Sparring draws the frames that a
 policy sees, AsyncVectorEnv draws one per step. All sides reset after 200 steps and take turns in one run; medians are
 compared. Targets: 0.85 of the limit; 1.2 times AsyncVectorEnv from the state, 2 times with the camera.
 """
@@ -16,7 +16,7 @@ from env_turns import AtOnce, Worker, take_turns
 
 RESULTS = report.RESULTS / "metaworld_speed.json"
 TASK = {"task": "push-v3", "limit": 200}
-ROBOTS, CHUNK, CORES = 8, 4, os.cpu_count() or 1
+ROBOTS, CHUNK, CORES = 16, 4, os.cpu_count() or 1
 
 
 def measure(rounds: int, seconds: float) -> list[dict]:
