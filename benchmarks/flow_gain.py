@@ -59,13 +59,8 @@ def _met(run: dict) -> bool:
 
 
 def main() -> None:
-    parser = stages.make_parser(__doc__)
-    parser.add_argument("problem", nargs="?", choices=PROBLEMS)
-    args = parser.parse_args()
-    if args.problem and not args.summary:
-        configs = ("flow_imitate.yaml", "flow_finetune.yaml")
-        stages.run(args, "gain", args.problem, PROBLEMS[args.problem], configs, judge, RESULTS)
-    stages.print_summary(RESULTS, summary)
+    configs = ("flow_imitate.yaml", "flow_finetune.yaml")
+    stages.command(__doc__, "gain", PROBLEMS, configs, judge, RESULTS, summary)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,8 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = stages.make_parser(__doc__)
-    parser.add_argument("problem", nargs="?", choices=PROBLEMS)
-    args = parser.parse_args()
-    if args.problem and not args.summary:
-        configs = ("points_imitate.yaml", "points_finetune.yaml")
-        stages.run(args, "points", args.problem, PROBLEMS[args.problem], configs, judge, RESULTS)
-    stages.print_summary(RESULTS, summary)
+    configs = ("points_imitate.yaml", "points_finetune.yaml")
+    stages.command(__doc__, "points", PROBLEMS, configs, judge, RESULTS, summary)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,8 @@ def summary(runs: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = stages.make_parser(__doc__)
-    parser.add_argument("problem", nargs="?", choices=PROBLEMS)
-    args = parser.parse_args()
-    if args.problem and not args.summary:
-        configs = ("robosuite_lift_points.yaml", "robosuite_lift_finetune.yaml")
-        stages.run(args, "robosuite", args.problem, PROBLEMS[args.problem], configs, judge, RESULTS)
-    stages.print_summary(RESULTS, summary)
+    configs = ("robosuite_lift_points.yaml", "robosuite_lift_finetune.yaml")
+    stages.command(__doc__, "robosuite", PROBLEMS, configs, judge, RESULTS, summary)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,24 @@ def run(args, kind: str, name: str, problem: Problem, configs: tuple[str, str], 
         report.keep_run(results, args.runs, outcome)
 
 
+def command(
+    description: str,
+    kind: str,
+    problems: dict[str, Problem],
+    configs: tuple[str, str],
+    judge: Callable,
+    results: Path,
+    summary: Callable,
+) -> None:
+    """The command of a benchmark: run the problem that is named, then print the stored results."""
+    parser = make_parser(description)
+    parser.add_argument("problem", nargs="?", choices=problems)
+    args = parser.parse_args()
+    if args.problem and not args.summary:
+        run(args, kind, args.problem, problems[args.problem], configs, judge, results)
+    print_summary(results, summary)
+
+
 def print_summary(results: Path, summary: Callable) -> None:
     if not results.is_file():
         print(f"no results yet: the first finished run writes {results.name}")

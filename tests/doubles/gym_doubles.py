@@ -225,3 +225,10 @@ def follows_in_own_action_wrapper():
 
 def follows_rescaled():
     return _with_limit(gymnasium.wrappers.RescaleAction(Follows(), np.float32(-1), np.float32(1)))
+
+
+def observed(robot) -> dict[str, np.ndarray]:
+    """The observation of a `GymRobot` as it writes it."""
+    arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in robot.spec.observation.items()}
+    robot.write(arrays, 0)
+    return {key: value[0] for key, value in arrays.items()}

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from gym_doubles import observed
 
 from sparring.cli.main import main
 from sparring.envs.configs import GymConfig
@@ -29,12 +30,6 @@ def play(one, steps, seed=0):
         _, _, _, success = one.step([target.astype(np.float32)], reward)
         found.append((float(reward[0]), success, one._observation["state"].tolist()))
     return found
-
-
-def written(one) -> dict[str, np.ndarray]:
-    arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in one.spec.observation.items()}
-    one.write(arrays, 0)
-    return {key: value[0] for key, value in arrays.items()}
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -117,9 +112,9 @@ def test_only_the_frames_of_decisions_are_drawn(monkeypatch):
     physics = one.env.inner._env.physics
     monkeypatch.setattr(type(physics), "render", lambda *args, **kwargs: pytest.fail("gym-aloha drew an image"))
     one.reset(0)
-    written(one)
+    observed(one)
     one.step([one._observation["state"][:14].astype(np.float32)] * 4, np.zeros(4))
-    written(one)
+    observed(one)
     assert drawn == sorted(CAMERAS) * 2
 
 
@@ -128,7 +123,7 @@ def test_images_are_upright_and_depth_is_in_metres():
     one.reset(3)
     if one.render() is None:
         pytest.skip(one.no_picture)
-    shown, cube = written(one), one._observation["state"][14:17]
+    shown, cube = observed(one), one._observation["state"][14:17]
     for camera in ("top", "angle"):
         intrinsics, pose = one.env.camera_model(camera)
         at = pose[:3, :3].T @ (cube - pose[:3, 3])

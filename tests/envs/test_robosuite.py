@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from gym_doubles import observed
 
 from sparring.cli.main import main
 from sparring.contract import text_of
@@ -35,12 +36,6 @@ def play(one, steps, seed=0):
         _, _, _, success = one.step(actions, reward)
         found.append((float(reward[0]), success, one._observation["state"].tolist()))
     return found
-
-
-def written(one) -> dict[str, np.ndarray]:
-    arrays = {key: np.zeros((1, *shape), dtype) for key, (shape, dtype) in one.spec.observation.items()}
-    one.write(arrays, 0)
-    return {key: value[0] for key, value in arrays.items()}
 
 
 def test_every_task_of_robosuite_has_an_instruction():
@@ -192,7 +187,7 @@ def test_images_are_upright_and_depth_is_in_metres():
     one.reset(3)
     if one.render() is None:
         pytest.skip(one.no_picture)
-    shown, cube = written(one), one.env.inner.sim.data.get_joint_qpos("cube_joint0")[:3]
+    shown, cube = observed(one), one.env.inner.sim.data.get_joint_qpos("cube_joint0")[:3]
     for camera in ("agentview", "frontview"):
         intrinsics, pose = one.env.camera_model(camera)
         # the cube in the frame of the camera, and its pixel
@@ -212,7 +207,7 @@ def test_point_clouds_have_the_cube_where_it_is():
     one.reset(3)
     if one.render() is None:
         pytest.skip(one.no_picture)
-    points, cube = written(one)["points"], one.env.inner.sim.data.get_joint_qpos("cube_joint0")[:3]
+    points, cube = observed(one)["points"], one.env.inner.sim.data.get_joint_qpos("cube_joint0")[:3]
     red = points[(points[:, 3] > 0.4) & (points[:, 4] < 0.25), :3]
     # its sides are 4.0 to 4.4 cm, and it is turned
     assert len(red) > 10 and (np.abs(red - cube) < [0.032, 0.032, 0.023]).all()
@@ -225,9 +220,9 @@ def test_only_the_frames_of_decisions_are_drawn():
     frame = np.zeros((32, 32, 3), np.uint8), np.ones((32, 32), np.float32)
     one.env._views.draw = lambda camera, size: drawn.append(camera) or frame
     one.reset(0)
-    written(one)
+    observed(one)
     one.step(list(np.zeros((4, 7), np.float32)), np.zeros(4))
-    shown = written(one)
+    shown = observed(one)
     assert drawn == ["agentview"] * 2 and (shown["depth/agentview"] == 1).all()
 
 

@@ -33,7 +33,7 @@ class Closable(Protocol):
 
 @contextmanager
 def marked_processes() -> Iterator[None]:
-    """Mark the processes that are started meanwhile: they inherit the environment."""
+    """Mark the processes that start within this context, by a variable of the environment that they inherit."""
     os.environ[_MARK] = f"{os.getpid()}-{time.monotonic_ns()}"
     _before.update(_descendants())
     try:
